@@ -33,12 +33,6 @@ def _inputs(microbatch: Any, **values: Any) -> Any:
     return replace(microbatch, processed_inputs=replace(microbatch.processed_inputs, **values))
 
 
-@mutant("rows_in_bin_order", "`rows` lists the rows in another order than the microbatch holds them.")
-@in_each_microbatch
-def _bin_order(microbatch: Any, data: Any) -> Any:
-    return replace(microbatch, rows=microbatch.rows.flip(0))
-
-
 @mutant("as_wide_as_the_batch", "Microbatches are padded to the longest row of the whole batch.")
 @in_each_microbatch
 def _padded_to_the_batch_width(microbatch: Any, data: Any) -> Any:
@@ -99,12 +93,6 @@ def _head_at_the_target(microbatch: Any, data: Any) -> Any:
     return replace(microbatch, head_positions=(microbatch.head_positions + 1).clamp(max=last))
 
 
-@mutant("scatter_at_the_position", "Log-probabilities are placed one position too far left.")
-@in_each_microbatch
-def _scatter_at_the_position(microbatch: Any, data: Any) -> Any:
-    return replace(microbatch, scatter=microbatch.scatter - 1)
-
-
 @mutant("first_batch_again", "Every global batch is the first one.")
 @around(DataProcessor.process_global_batch)
 def _always_first_batch(sound: Any, _: Any, *args: Any, batch_idx: int, **where: Any) -> Any:
@@ -154,4 +142,10 @@ MUTANTS = (
         "counts_never_zero", "A batch without valid tokens has a count of 1, so the optimizer steps on an empty batch."
     )(_each_count(lambda count: count.clamp(min=1))),
     mutant("counts_are_integers", "The counts are int64.")(_each_count(lambda count: count.long())),
+    mutant("rows_in_bin_order", "`rows` lists the rows in another order than the microbatch holds them.")(
+        in_each_microbatch(lambda microbatch, data: replace(microbatch, rows=microbatch.rows.flip(0)))
+    ),
+    mutant("scatter_at_the_position", "Log-probabilities are placed one position too far left.")(
+        in_each_microbatch(lambda microbatch, data: replace(microbatch, scatter=microbatch.scatter - 1))
+    ),
 )

@@ -25,16 +25,6 @@ from rlframework_conformance.mutants.mutant import around, mutant, together
 _EMBEDDED = frozenset({Capability.EMBEDDED_GENERATION})
 
 
-_greedy_ignored = mutant("greedy_ignored", "Greedy completions are sampled.")(
-    broken_sampling(lambda engine, request: {"temperature": request.sampling.temperature or 1.0, "top_k": None})
-)
-
-
-_always_greedy = mutant("samples_are_greedy", "Sampling always picks the most likely token.")(
-    broken_sampling(lambda engine, request: {"temperature": 0.0})
-)
-
-
 def _with_a_second_token(poll: Any, engine: Any, timeout: float | None = 0.0) -> list[GenerationResult]:
     """Complete two tokens by two requests of one token, with the same seed."""
     first, finished = vars(engine).setdefault("first", {}), list[GenerationResult]()
@@ -49,54 +39,6 @@ def _with_a_second_token(poll: Any, engine: Any, timeout: float | None = 0.0) ->
                 first[name], asked = result.token_ids, engine.asked[name]
                 engine.submit([replace(asked, prompt_ids=torch.cat((asked.prompt_ids, first[name])))])
     return finished
-
-
-_one_draw_a_request = mutant("one_draw_a_request", "All tokens of a completion are drawn with the same random number.")(
-    together(
-        broken_requests(lambda engine, request: {"max_new_tokens": 1}),
-        around(GenerationEngine.poll)(_with_a_second_token),
-    )
-)
-
-
-_top_k_one_too_many = mutant("top_k_one_too_many", "Top-k sampling keeps one token too many.")(
-    broken_sampling(lambda engine, request: {"top_k": request.sampling.top_k and request.sampling.top_k + 1})
-)
-
-
-_top_p_ignored = mutant("top_p_ignored", "`top_p` has no effect.")(
-    broken_sampling(lambda engine, request: {"top_p": 1.0})
-)
-
-
-_top_p_rounded = mutant("top_p_rounded", "`top_p` is rounded to one decimal.")(
-    broken_sampling(lambda engine, request: {"top_p": round(request.sampling.top_p, 1)})
-)
-
-
-_seed_by_arrival = mutant("seed_by_arrival", "A request is seeded by the number of those before it.")(
-    broken_requests(lambda engine, request: {"seed": _arrivals(engine)})
-)
-
-
-_seeds_of_32_bits = mutant("seeds_of_32_bits", "Only the low 32 bits of a seed are used.")(
-    broken_requests(lambda engine, request: {"seed": request.seed & 0xFFFFFFFF})
-)
-
-
-_sign_of_seeds_dropped = mutant("sign_of_seeds_dropped", "A negative seed gives the sample of its absolute value.")(
-    broken_requests(lambda engine, request: {"seed": min(abs(request.seed), 2**63 - 1)})
-)
-
-
-_sign_bit_of_seeds_dropped = mutant("sign_bit_of_seeds_dropped", "Only the low 63 bits of a seed are used.")(
-    broken_requests(lambda engine, request: {"seed": request.seed & (2**63 - 1)})
-)
-
-
-_seed_by_place_in_the_batch = mutant(
-    "seed_by_place_in_the_batch", "Samples depend on how requests are batched, as with one generator for each batch."
-)(broken_requests(lambda engine, request: {"seed": request.seed + _arrivals(engine) % engine.settings.batch_size}))
 
 
 @mutant("sampling_of_the_batch", "Requests that are submitted together are all sampled like the first.")
@@ -184,37 +126,67 @@ def _recomputed(engine: Any, result: GenerationResult, choose: _Choice, later: f
     )
 
 
-_frozen_graph = mutant(
-    "frozen_graph", "Tokens after the first are computed with the first weights, as captured in a graph."
-)(_recomputed_by(lambda engine, request, count: 0 if count else _NEWEST))
-
-_previous_version = mutant(
-    "previous_version_after_the_first_token",
-    "Tokens after the first are computed with the weights before the last update.",
-)(_recomputed_by(lambda engine, request, count: max(len(engine.models) - 2, 0) if count else _NEWEST))
-
-_many_rows = mutant(
-    "many_rows_on_old_weights", "If more than four rows are decoded at once, their weights are the first."
-)(_recomputed_by(lambda engine, request, count: 0 if engine.beside > 4 else _NEWEST))
-
-_long_prompts = mutant(
-    "long_prompts_on_old_weights", "Prompts of more than 48 tokens are completed with the first weights."
-)(_recomputed_by(lambda engine, request, count: 0 if len(request.prompt_ids) > 48 else _NEWEST))
-
-
 @_recomputed_by
 def _first_in_a_quarter_of_sessions(engine: Any, request: GenerationRequest, count: int) -> int:
     return 0 if request.session_id is not None and crc32(request.session_id.encode()) % 4 == 0 else _NEWEST
 
 
-_some_sessions = mutant("some_sessions_on_old_weights", "A quarter of the sessions is served with the first weights.")(
-    _first_in_a_quarter_of_sessions
-)
-
-_later_temperature = mutant(
-    "later_tokens_at_temperature_one", "Tokens after the first are sampled and scored at temperature 1."
-)(_recomputed_by(lambda engine, request, count: _NEWEST, temperature=1.0))
-
-_temperature_rounded = mutant("temperature_rounded", "Temperatures are rounded to one decimal.")(
-    broken_sampling(lambda engine, request: {"temperature": round(request.sampling.temperature, 1)})
+MUTANTS = (
+    mutant("greedy_ignored", "Greedy completions are sampled.")(
+        broken_sampling(lambda engine, request: {"temperature": request.sampling.temperature or 1.0, "top_k": None})
+    ),
+    mutant("samples_are_greedy", "Sampling always picks the most likely token.")(
+        broken_sampling(lambda engine, request: {"temperature": 0.0})
+    ),
+    mutant("one_draw_a_request", "All tokens of a completion are drawn with the same random number.")(
+        together(
+            broken_requests(lambda engine, request: {"max_new_tokens": 1}),
+            around(GenerationEngine.poll)(_with_a_second_token),
+        )
+    ),
+    mutant("top_k_one_too_many", "Top-k sampling keeps one token too many.")(
+        broken_sampling(lambda engine, request: {"top_k": request.sampling.top_k and request.sampling.top_k + 1})
+    ),
+    mutant("top_p_ignored", "`top_p` has no effect.")(broken_sampling(lambda engine, request: {"top_p": 1.0})),
+    mutant("top_p_rounded", "`top_p` is rounded to one decimal.")(
+        broken_sampling(lambda engine, request: {"top_p": round(request.sampling.top_p, 1)})
+    ),
+    mutant("seed_by_arrival", "A request is seeded by the number of those before it.")(
+        broken_requests(lambda engine, request: {"seed": _arrivals(engine)})
+    ),
+    mutant("seeds_of_32_bits", "Only the low 32 bits of a seed are used.")(
+        broken_requests(lambda engine, request: {"seed": request.seed & 0xFFFFFFFF})
+    ),
+    mutant("sign_of_seeds_dropped", "A negative seed gives the sample of its absolute value.")(
+        broken_requests(lambda engine, request: {"seed": min(abs(request.seed), 2**63 - 1)})
+    ),
+    mutant("sign_bit_of_seeds_dropped", "Only the low 63 bits of a seed are used.")(
+        broken_requests(lambda engine, request: {"seed": request.seed & (2**63 - 1)})
+    ),
+    mutant(
+        "seed_by_place_in_the_batch",
+        "Samples depend on how requests are batched, as with one generator for each batch.",
+    )(broken_requests(lambda engine, request: {"seed": request.seed + _arrivals(engine) % engine.settings.batch_size})),
+    mutant("frozen_graph", "Tokens after the first are computed with the first weights, as captured in a graph.")(
+        _recomputed_by(lambda engine, request, count: 0 if count else _NEWEST)
+    ),
+    mutant(
+        "previous_version_after_the_first_token",
+        "Tokens after the first are computed with the weights before the last update.",
+    )(_recomputed_by(lambda engine, request, count: max(len(engine.models) - 2, 0) if count else _NEWEST)),
+    mutant("many_rows_on_old_weights", "If more than four rows are decoded at once, their weights are the first.")(
+        _recomputed_by(lambda engine, request, count: 0 if engine.beside > 4 else _NEWEST)
+    ),
+    mutant("long_prompts_on_old_weights", "Prompts of more than 48 tokens are completed with the first weights.")(
+        _recomputed_by(lambda engine, request, count: 0 if len(request.prompt_ids) > 48 else _NEWEST)
+    ),
+    mutant("some_sessions_on_old_weights", "A quarter of the sessions is served with the first weights.")(
+        _first_in_a_quarter_of_sessions
+    ),
+    mutant("later_tokens_at_temperature_one", "Tokens after the first are sampled and scored at temperature 1.")(
+        _recomputed_by(lambda engine, request, count: _NEWEST, temperature=1.0)
+    ),
+    mutant("temperature_rounded", "Temperatures are rounded to one decimal.")(
+        broken_sampling(lambda engine, request: {"temperature": round(request.sampling.temperature, 1)})
+    ),
 )

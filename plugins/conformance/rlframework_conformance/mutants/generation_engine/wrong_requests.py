@@ -126,16 +126,6 @@ def _without_name(submit: Any, _: Any, requests: Sequence[GenerationRequest]) ->
         raise RequestError("a request cannot be served") from None
 
 
-_unknown_tokens_replaced = mutant("unknown_tokens_replaced", "Tokens outside the vocabulary are replaced.")(
-    broken_requests(lambda engine, request: {"prompt_ids": request.prompt_ids.clamp(0, 15)})
-)
-
-
-_long_prompts_cut = mutant("long_prompts_cut", "Prompts that are too long are truncated.")(
-    broken_requests(lambda engine, request: {"prompt_ids": request.prompt_ids[-100:]})
-)
-
-
 @mutant("rejection_ends_all", "A rejected request ends those in progress.")
 @around_observed(GenerationEngine.submit)
 def _rejection_ends_all(submit: Any, engine: Any, requests: Sequence[GenerationRequest]) -> None:
@@ -154,5 +144,11 @@ MUTANTS = (
         result(
             GenerationEngine.poll, lambda results: [result for result in results if result.finish_reason != "aborted"]
         )
+    ),
+    mutant("unknown_tokens_replaced", "Tokens outside the vocabulary are replaced.")(
+        broken_requests(lambda engine, request: {"prompt_ids": request.prompt_ids.clamp(0, 15)})
+    ),
+    mutant("long_prompts_cut", "Prompts that are too long are truncated.")(
+        broken_requests(lambda engine, request: {"prompt_ids": request.prompt_ids[-100:]})
     ),
 )

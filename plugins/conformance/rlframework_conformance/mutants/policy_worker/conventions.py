@@ -28,33 +28,11 @@ def _changed_logprobs(change: Callable[[Tensor, Any], Tensor]) -> Callable[[Any]
     return get_logprobs
 
 
-off_by_one = mutant(
-    "logprobs_off_by_one", "Log-probabilities are one position too early, at the token that predicts them."
-)(_changed_logprobs(lambda logprobs, data: logprobs.roll(-1, dims=1)))
-
-padding_scored = mutant("padding_scored", "Padding gets log-probabilities instead of zeros.")(
-    _changed_logprobs(lambda logprobs, data: logprobs.where(logprobs != 0, torch.full_like(logprobs, -3.0)))
-)
-
-
 @mutant("scored_entropy_in_bits", "Entropies from scoring are in bits instead of nats.")
 @around(PolicyWorker.get_logprobs)
 def _scored_entropy_in_bits(call: Any, worker: Any, *args: Any, **options: Any) -> Any:
     scored = call(*args, **options).items()
     return BatchedDataDict({name: value / math.log(2) if name == "entropy" else value for name, value in scored})
-
-
-half_results = mutant("half_results", "Results come back in half precision.")(
-    _changed_logprobs(lambda logprobs, data: logprobs.half())
-)
-
-bin_order = mutant("results_in_bin_order", "Results come back grouped by length, longest row first.")(
-    _changed_logprobs(lambda logprobs, data: logprobs[data["input_lengths"].argsort(descending=True)])
-)
-
-partial_batch_unscored = mutant("partial_batch_unscored", "Rows that do not fill a microbatch are not scored.")(
-    _changed_logprobs(lambda logprobs, data: logprobs * (torch.arange(data.size) < data.size // 3 * 3)[:, None])
-)
 
 
 @mutant("positions_ignored", "All positions are scored, whichever were requested.")
@@ -134,5 +112,20 @@ MUTANTS = (
     ),
     mutant("rank_one_everywhere", "Every worker reports rank 1.")(
         result(PolicyWorker.get_info, lambda info: {**info, "rank": 1})
+    ),
+    mutant("logprobs_off_by_one", "Log-probabilities are one position too early, at the token that predicts them.")(
+        _changed_logprobs(lambda logprobs, data: logprobs.roll(-1, dims=1))
+    ),
+    mutant("padding_scored", "Padding gets log-probabilities instead of zeros.")(
+        _changed_logprobs(lambda logprobs, data: logprobs.where(logprobs != 0, torch.full_like(logprobs, -3.0)))
+    ),
+    mutant("half_results", "Results come back in half precision.")(
+        _changed_logprobs(lambda logprobs, data: logprobs.half())
+    ),
+    mutant("results_in_bin_order", "Results come back grouped by length, longest row first.")(
+        _changed_logprobs(lambda logprobs, data: logprobs[data["input_lengths"].argsort(descending=True)])
+    ),
+    mutant("partial_batch_unscored", "Rows that do not fill a microbatch are not scored.")(
+        _changed_logprobs(lambda logprobs, data: logprobs * (torch.arange(data.size) < data.size // 3 * 3)[:, None])
     ),
 )

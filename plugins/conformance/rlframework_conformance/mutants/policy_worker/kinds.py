@@ -56,19 +56,6 @@ def _lost_in_packed_rows(**settings: Any) -> Callable[[Any], Any]:
     return forward
 
 
-windows_lost_in_packed_rows = mutant(
-    "windows_lost_in_packed_rows", "Attention in packed rows ignores the window of a layer."
-)(_lost_in_packed_rows(window=None))
-
-sinks_lost_in_packed_rows = mutant("sinks_lost_in_packed_rows", "Attention in packed rows ignores the sinks.")(
-    _lost_in_packed_rows(sinks=None)
-)
-
-caps_lost_in_packed_rows = mutant(
-    "caps_lost_in_packed_rows", "Attention in packed rows ignores the soft cap of scores."
-)(_lost_in_packed_rows(softcap=None))
-
-
 @mutant(
     "left_in_training_mode", "The model trains in training mode, in which it is random, although all dropout is off."
 )
@@ -89,11 +76,6 @@ def _frequencies_of_the_longest_row(call: Any, engine: Any, **how: Any) -> None:
     for module in module_of(engine).modules():
         if isinstance(vars(module).get("forward"), SequenceRotary):
             del module.forward  # that of transformers shows again
-
-
-vectors_not_trained = mutant(
-    "vectors_not_trained", "Parameters of one dimension (norms, biases, sinks) are not trained.", needs=STATE
-)(changed_updates(lambda name, before, after: before if after.ndim == 1 else after))
 
 
 def _around_rows(change: Callable[[BatchedDataDict[Any], list[int]], None]) -> Callable[[Any], Any]:
@@ -147,16 +129,6 @@ def _number_one_by_one(call: Any, microbatching: Any, *args: Any) -> Any:
     return microbatches
 
 
-patches_numbered_one_by_one = mutant("patches_numbered_one_by_one", "Tokens of images are numbered like text.")(
-    together(_number_one_by_one, around(Microbatching.mode)(lambda call, microbatching, data=None: "padded"))
-)
-
-
-decays_without_a_gradient = mutant(
-    "decays_without_a_gradient", "Weight decay applies to parameters without a gradient too.", needs=STATE
-)(changed_updates(lambda _, before, after: 0.999 * after if after.equal(before) else after))
-
-
 @mutant(
     "steps_counted_without_a_gradient",
     "A step counts for all parameters, also for those without a gradient in it.",
@@ -200,5 +172,23 @@ MUTANTS = (
         before(
             Engine.build, lambda engine: setattr(engine, "config", engine.config.model_copy(update={"freeze": None}))
         )
+    ),
+    mutant("windows_lost_in_packed_rows", "Attention in packed rows ignores the window of a layer.")(
+        _lost_in_packed_rows(window=None)
+    ),
+    mutant("sinks_lost_in_packed_rows", "Attention in packed rows ignores the sinks.")(
+        _lost_in_packed_rows(sinks=None)
+    ),
+    mutant("caps_lost_in_packed_rows", "Attention in packed rows ignores the soft cap of scores.")(
+        _lost_in_packed_rows(softcap=None)
+    ),
+    mutant("vectors_not_trained", "Parameters of one dimension (norms, biases, sinks) are not trained.", needs=STATE)(
+        changed_updates(lambda name, before, after: before if after.ndim == 1 else after)
+    ),
+    mutant("patches_numbered_one_by_one", "Tokens of images are numbered like text.")(
+        together(_number_one_by_one, around(Microbatching.mode)(lambda call, microbatching, data=None: "padded"))
+    ),
+    mutant("decays_without_a_gradient", "Weight decay applies to parameters without a gradient too.", needs=STATE)(
+        changed_updates(lambda _, before, after: 0.999 * after if after.equal(before) else after)
     ),
 )

@@ -77,31 +77,11 @@ def _copied_weights_counted_twice(call: Any, engine: Any, max_grad_norm: Any, lr
     return norm * factor, skipped
 
 
-norm_of_own_part = mutant(
-    "norm_of_own_part", "Each rank clips by the norm of its own shard of the weights.", layout=TENSOR, needs=SHARDS
-)(clips_own_shards)
-
-
 def _half_the_update(*fragments: str) -> Callable[[Any], Any]:
     """Halve the updates of the weights whose names contain one of the `fragments`."""
     return changed_updates(
         lambda name, before, after: (before + after) / 2 if any(each in name for each in fragments) else after
     )
-
-
-norms_averaged_along_the_sequence = mutant(
-    "norms_averaged_along_the_sequence",
-    "The gradient of a norm is averaged over the shards of the sequence, not summed.",
-    layout=SEQUENCE,
-    needs=STATE,
-)(_half_the_update("norm"))
-
-norms_of_own_heads = mutant(
-    "norms_of_own_heads",
-    "The gradient of a norm shared by all attention heads covers only one rank's heads.",
-    layout=TENSOR,
-    needs=STATE,
-)(_half_the_update("q_norm", "k_norm"))
 
 
 @mutant(
@@ -197,17 +177,6 @@ def _scaled_gradients(fragment: str, factor: float) -> Callable[[Any], Any]:
     return clip_and_step
 
 
-experts_gradient_of_each_rank = mutant(
-    "experts_gradient_of_each_rank",
-    "Expert gradients, already summed over all ranks' tokens, are multiplied by the number of ranks.",
-    layout=EXPERTS,
-)(_scaled_gradients(".experts.", 2.0))
-
-routers_that_do_not_learn = mutant(
-    "routers_that_do_not_learn", "The weights of the chosen experts pass no gradient to the router."
-)(_scaled_gradients(".mlp.gate.", 0.0))
-
-
 @mutant("router_loss_of_a_microbatch", "The load-balancing loss uses the expert shares of the first microbatch only.")
 @around(Engine.build)
 def _router_loss_of_a_microbatch(call: Any, engine: Any, **how: Any) -> None:
@@ -253,5 +222,28 @@ MUTANTS = (
             Engine.build,
             lambda engine: setattr(engine, "config", engine.config.model_copy(update={"router_aux_loss_coef": 0.0})),
         )
+    ),
+    mutant(
+        "norm_of_own_part", "Each rank clips by the norm of its own shard of the weights.", layout=TENSOR, needs=SHARDS
+    )(clips_own_shards),
+    mutant(
+        "norms_averaged_along_the_sequence",
+        "The gradient of a norm is averaged over the shards of the sequence, not summed.",
+        layout=SEQUENCE,
+        needs=STATE,
+    )(_half_the_update("norm")),
+    mutant(
+        "norms_of_own_heads",
+        "The gradient of a norm shared by all attention heads covers only one rank's heads.",
+        layout=TENSOR,
+        needs=STATE,
+    )(_half_the_update("q_norm", "k_norm")),
+    mutant(
+        "experts_gradient_of_each_rank",
+        "Expert gradients, already summed over all ranks' tokens, are multiplied by the number of ranks.",
+        layout=EXPERTS,
+    )(_scaled_gradients(".experts.", 2.0)),
+    mutant("routers_that_do_not_learn", "The weights of the chosen experts pass no gradient to the router.")(
+        _scaled_gradients(".mlp.gate.", 0.0)
     ),
 )

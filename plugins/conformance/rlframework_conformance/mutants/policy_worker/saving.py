@@ -35,11 +35,6 @@ def _save_the_start(call: Any, worker: Any, path: str) -> None:
     worker.engine.restore(current)
 
 
-saves_the_weights_of_the_start = mutant(
-    "saves_the_weights_of_the_start", "Saving writes the initial weights instead of the trained ones."
-)(together(_keep_the_start, _save_the_start))
-
-
 def _stale_in_a_refit(fragment: str) -> Callable[[Any], Any]:
     """Break refits: weights whose names contain `fragment` stay as they were when first gathered.
 
@@ -53,15 +48,6 @@ def _stale_in_a_refit(fragment: str) -> Callable[[Any], Any]:
             yield name, first.setdefault(name, weight.clone()) if fragment in name else weight
 
     return together(around(Engine.whole_model)(lambda call, engine: None), gather_weights)
-
-
-stale_weights = mutant("stale_weights_after_refit", "The engine keeps the weights of the first refit.", layout=DATA)(
-    _stale_in_a_refit("")
-)
-
-one_tensor_stale = mutant("one_tensor_skipped_in_refit", "A refit does not update one of the norms.", layout=DATA)(
-    _stale_in_a_refit("layers.0.input_layernorm")
-)
 
 
 @around(PolicyWorker.use_reference_model)
@@ -79,11 +65,6 @@ def _restore_the_policy(call: Any, worker: Any, *args: Any, **options: Any) -> A
     if (weights := vars(worker).pop("policy_weights", None)) is not None:
         worker.engine.restore(weights)
     return call(*args, **options)
-
-
-reference_left_for_generation = mutant(
-    "reference_left_for_generation", "The policy's weights are restored only at the next training or scoring call."
-)(together(_leave_the_reference, _restore_the_policy))
 
 
 @mutant("seeds_by_place", "Samples are drawn by row index instead of by seed.")
@@ -127,33 +108,11 @@ def _changed_when_sent(change: Callable[[Tensor], Tensor], names: tuple[str, ...
     return gather
 
 
-weights_of_the_first_refit = mutant("weights_of_the_first_refit", "Every refit sends the weights of the first one.")(
-    _stale_when_sent("")
-)
-
-one_weight_stale = mutant("one_weight_stale", "The norms are always sent as they were at the first refit.")(
-    _stale_when_sent("layernorm")
-)
-
-
 @mutant("names_swapped", "Two weights of the same shape are sent under each other's names.")
 @around(TrainedWeights.gather)
 def _names_swapped(call: Any, weights: Any, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
     for name, weight in call([EXCHANGED.get(name, name) for name in names]):
         yield EXCHANGED.get(name, name), weight
-
-
-sent_transposed = mutant("sent_transposed", "A square matrix is sent transposed.")(
-    _changed_when_sent(lambda weight: weight.t().contiguous(), (SQUARE,))
-)
-
-rounded_on_the_way = mutant("rounded_on_the_way", "Weights are rounded to float16 in transit.")(
-    _changed_when_sent(lambda weight: weight.to(torch.float16).to(weight.dtype))
-)
-
-part_sent_as_whole = mutant(
-    "part_sent_as_whole", "One shard of a matrix sharded over two ranks is sent twice.", layout=Layout(tensor=2)
-)(_changed_when_sent(lambda weight: torch.cat([weight.chunk(2)[0]] * 2), (SQUARE,)))
 
 
 @mutant("last_weight_not_sent", "The last weight of each group is not sent.")
@@ -178,11 +137,6 @@ def _room_not_written(call: Any, worker: Any, keys: Iterable[str]) -> Any:
     for group in handles.values() if worker.sender.ipc.receive_buffer is not None else ():
         group.slots[-1].of(worker.sender.ipc.written()).zero_()
     return handles
-
-
-announced_in_fp32 = mutant("announced_in_fp32", "Weights are announced in fp32 instead of the transfer dtype.")(
-    around(TrainedWeights.transfer_dtype)(lambda call, weights: torch.float32)
-)
 
 
 @mutant("trainer_rounded", "A refit rounds the trainer's own weights to the transfer dtype.")
@@ -218,5 +172,33 @@ MUTANTS = (
     ),
     mutant("lost_engines_borne", "Weights that no engine received are reported as sent.")(
         in_silence(PolicyWorker.broadcast_weights_for_collective, RefitError)
+    ),
+    mutant("saves_the_weights_of_the_start", "Saving writes the initial weights instead of the trained ones.")(
+        together(_keep_the_start, _save_the_start)
+    ),
+    mutant("stale_weights_after_refit", "The engine keeps the weights of the first refit.", layout=DATA)(
+        _stale_in_a_refit("")
+    ),
+    mutant("one_tensor_skipped_in_refit", "A refit does not update one of the norms.", layout=DATA)(
+        _stale_in_a_refit("layers.0.input_layernorm")
+    ),
+    mutant(
+        "reference_left_for_generation", "The policy's weights are restored only at the next training or scoring call."
+    )(together(_leave_the_reference, _restore_the_policy)),
+    mutant("weights_of_the_first_refit", "Every refit sends the weights of the first one.")(_stale_when_sent("")),
+    mutant("one_weight_stale", "The norms are always sent as they were at the first refit.")(
+        _stale_when_sent("layernorm")
+    ),
+    mutant("sent_transposed", "A square matrix is sent transposed.")(
+        _changed_when_sent(lambda weight: weight.t().contiguous(), (SQUARE,))
+    ),
+    mutant("rounded_on_the_way", "Weights are rounded to float16 in transit.")(
+        _changed_when_sent(lambda weight: weight.to(torch.float16).to(weight.dtype))
+    ),
+    mutant(
+        "part_sent_as_whole", "One shard of a matrix sharded over two ranks is sent twice.", layout=Layout(tensor=2)
+    )(_changed_when_sent(lambda weight: torch.cat([weight.chunk(2)[0]] * 2), (SQUARE,))),
+    mutant("announced_in_fp32", "Weights are announced in fp32 instead of the transfer dtype.")(
+        around(TrainedWeights.transfer_dtype)(lambda call, weights: torch.float32)
     ),
 )

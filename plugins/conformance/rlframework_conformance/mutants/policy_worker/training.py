@@ -120,19 +120,6 @@ def _steps_on_nothing(call: Any, microbatching: Any, *args: Any) -> Any:
     return {**processed, "global_valid_toks": processed["global_valid_toks"].clamp(min=1.0)}
 
 
-logits_of_the_wrong_token = mutant(
-    "logits_of_the_wrong_token", "The logits passed to the loss are shifted by one token."
-)(changed_output("logits", lambda logits: logits.roll(1, dims=0)))
-
-entropy_in_bits = mutant("entropy_in_bits", "The entropy passed to the loss is in bits instead of nats.")(
-    changed_output("entropy", lambda entropy: entropy / math.log(2))
-)
-
-entropy_without_gradient = mutant(
-    "entropy_without_gradient", "The entropy passed to the loss has no gradient, also where the loss asks for it."
-)(changed_output("entropy", lambda entropy: entropy.detach() + 0.0 * entropy))
-
-
 @mutant("checkpointing_loses_a_gradient", "With activation checkpointing, the first weight gets no gradient.")
 @around(Engine.clip_and_step)
 def _checkpointing_loses_a_gradient(call: Any, engine: Any, *args: Any) -> Any:
@@ -176,14 +163,6 @@ def clips_own_shards(call: Any, engine: Any, max_grad_norm: Any, lr: float) -> A
     if max_grad_norm is None or own <= max_grad_norm:
         return call(None, lr)
     return call(total_norm(engine.gradients.values()) * max_grad_norm / own, lr)
-
-
-clip_per_rank = mutant(
-    "clip_per_rank",
-    "Each rank clips its shard of the gradient by the norm of that shard.",
-    layout=Layout(data=2),
-    needs=SHARDS,
-)(clips_own_shards)
 
 
 @mutant("gradient_scaled_up", "Gradients are rescaled to the clipping limit even when they are smaller.")
@@ -268,4 +247,19 @@ MUTANTS = (
     mutant("update_sign", "Updates follow the gradient instead of opposing it.")(
         before(Engine.clip_and_step, lambda engine: scale_gradients(engine, -1.0))
     ),
+    mutant("logits_of_the_wrong_token", "The logits passed to the loss are shifted by one token.")(
+        changed_output("logits", lambda logits: logits.roll(1, dims=0))
+    ),
+    mutant("entropy_in_bits", "The entropy passed to the loss is in bits instead of nats.")(
+        changed_output("entropy", lambda entropy: entropy / math.log(2))
+    ),
+    mutant(
+        "entropy_without_gradient", "The entropy passed to the loss has no gradient, also where the loss asks for it."
+    )(changed_output("entropy", lambda entropy: entropy.detach() + 0.0 * entropy)),
+    mutant(
+        "clip_per_rank",
+        "Each rank clips its shard of the gradient by the norm of that shard.",
+        layout=Layout(data=2),
+        needs=SHARDS,
+    )(clips_own_shards),
 )

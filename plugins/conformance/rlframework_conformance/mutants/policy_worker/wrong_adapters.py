@@ -49,11 +49,6 @@ def _merge_unscaled(call: Any, engine: Any, names: Any) -> Any:
         yield from call(names)
 
 
-scale_forgotten = mutant("lora_scale_forgotten", "The adapters' output is not scaled by alpha / rank.")(
-    together(_build_unscaled, _merge_unscaled)
-)
-
-
 @mutant("lora_all_linear_of_attention", "all-linear adapts the layers of attention only.")
 @around(Engine.build)
 def _all_linear_of_attention(call: Any, engine: Any, **how: Any) -> None:
@@ -126,11 +121,6 @@ def _close(call: Any, engine: Any) -> None:
     call()
 
 
-off_after_reference = mutant("lora_off_after_reference", "Adapters stay off after the reference model is scored.")(
-    together(_leave_off, _close)
-)
-
-
 @mutant("lora_frozen_after_reference", "The optimizer loses the adapters after the reference model is scored.")
 @around(Engine.without_adapters)
 @contextmanager
@@ -153,22 +143,6 @@ def _changed_merge(change: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
             yield name, base[name] + change(weight - base[name])
 
     return gather_weights
-
-
-merged_with_the_wrong_sign = mutant("lora_merged_with_the_wrong_sign", "Merging subtracts the adapters.")(
-    _changed_merge(lambda added: -added)
-)
-merged_transposed = mutant("lora_merged_transposed", "Square layers are merged with (B A) transposed.")(
-    _changed_merge(lambda added: added.T if added.ndim == 2 and added.shape[0] == added.shape[1] else added)
-)
-not_merged = mutant("lora_not_merged", "The base model is saved without the adapters.")(
-    _changed_merge(torch.zeros_like)
-)
-
-
-checkpoint_without_moments = mutant(
-    "lora_checkpoint_without_moments", "Resuming drops the optimizer moments of the adapters."
-)(around(Engine.load_moments)(lambda call, engine, moments: None))
 
 
 @mutant("lora_checkpoint_with_the_base", "Each checkpoint contains the base model too.")
@@ -208,5 +182,19 @@ MUTANTS = (
     ),
     mutant("lora_misfits_taken", "Adapters that do not fit the model are silently skipped.")(
         in_silence(PolicyWorker.load_adapter, DataError)
+    ),
+    mutant("lora_scale_forgotten", "The adapters' output is not scaled by alpha / rank.")(
+        together(_build_unscaled, _merge_unscaled)
+    ),
+    mutant("lora_off_after_reference", "Adapters stay off after the reference model is scored.")(
+        together(_leave_off, _close)
+    ),
+    mutant("lora_merged_with_the_wrong_sign", "Merging subtracts the adapters.")(_changed_merge(lambda added: -added)),
+    mutant("lora_merged_transposed", "Square layers are merged with (B A) transposed.")(
+        _changed_merge(lambda added: added.T if added.ndim == 2 and added.shape[0] == added.shape[1] else added)
+    ),
+    mutant("lora_not_merged", "The base model is saved without the adapters.")(_changed_merge(torch.zeros_like)),
+    mutant("lora_checkpoint_without_moments", "Resuming drops the optimizer moments of the adapters.")(
+        around(Engine.load_moments)(lambda call, engine, moments: None)
     ),
 )

@@ -92,11 +92,6 @@ def _save_now(call: Any, worker: Any) -> None:
     call()
 
 
-asynchronous_is_later = mutant(
-    "asynchronous_is_later", "An asynchronous save writes the state at the time it finishes, not at the call."
-)(together(_save_later, _save_now))
-
-
 @mutant("moments_of_one_layout", "Resuming with another number of workers drops the optimizer state.")
 @around(PolicyWorker.load_checkpoint)
 def _moments_of_one_layout(call: Any, worker: Any, weights_path: str, optimizer_path: str | None = None) -> None:
@@ -110,10 +105,6 @@ def _moments_of_one_layout(call: Any, worker: Any, weights_path: str, optimizer_
 
 
 _unchecked = around(CheckpointIO.check)(lambda call, checkpoints, *folders: None)
-
-without_checksums = mutant("without_checksums", "The checksums of a checkpoint, in any form, are not verified.")(
-    _unchecked
-)
 
 
 @mutant("native_without_optimizer", "The optimizer state in native files is not loaded.")
@@ -173,4 +164,8 @@ MUTANTS = (
             ),
         )
     ),
+    mutant("asynchronous_is_later", "An asynchronous save writes the state at the time it finishes, not at the call.")(
+        together(_save_later, _save_now)
+    ),
+    mutant("without_checksums", "The checksums of a checkpoint, in any form, are not verified.")(_unchecked),
 )

@@ -143,30 +143,12 @@ def _forget_pending(call: Any, engine: Any, *args: Any) -> Any:
     return call(*args)
 
 
-withheld_gradient_is_kept = mutant(
-    "withheld_gradient_is_kept", "The gradient of a step that was withheld is part of the next."
-)(together(_train_pending_again, _forget_pending))
-
-
 @mutant("all_tokens_are_compared", "Tokens of earlier weights are compared with those that are trained now.")
 @around(Training.train)
 def _all_tokens_are_compared(call: Any, training: Any, data: Any, *args: Any, **options: Any) -> Any:
     if SAMPLED_NOW in data:
         data[SAMPLED_NOW] = torch.ones_like(data[SAMPLED_NOW])
     return call(data, *args, **options)
-
-
-sets_without_gradient = mutant(
-    "sets_without_gradient", "Only the token of the row has a gradient; those of its set are constants."
-)(changed_output("set_logprobs", lambda logprobs: logprobs.detach()))
-
-sets_of_the_position_before = mutant(
-    "sets_of_the_position_before", "Log-probabilities of a set are those of the position before it."
-)(changed_output("set_logprobs", lambda logprobs: logprobs.roll(-1, 0)))
-
-sets_renormalized = mutant("sets_renormalized", "The tokens of a set are normalized among themselves.")(
-    changed_output("set_logprobs", lambda logprobs: logprobs.log_softmax(-1))
-)
 
 
 @mutant("set_weights_twice", "The loss gets the weights of sets squared, as where they are applied twice.")
@@ -200,5 +182,17 @@ MUTANTS = (
     ),
     mutant("values_after_the_token", "A value is that of the state after its token, not before it.")(
         result(PolicyWorker.get_values, lambda scored: BatchedDataDict({"values": scored["values"].roll(-1, 1)}))
+    ),
+    mutant("withheld_gradient_is_kept", "The gradient of a step that was withheld is part of the next.")(
+        together(_train_pending_again, _forget_pending)
+    ),
+    mutant("sets_without_gradient", "Only the token of the row has a gradient; those of its set are constants.")(
+        changed_output("set_logprobs", lambda logprobs: logprobs.detach())
+    ),
+    mutant("sets_of_the_position_before", "Log-probabilities of a set are those of the position before it.")(
+        changed_output("set_logprobs", lambda logprobs: logprobs.roll(-1, 0))
+    ),
+    mutant("sets_renormalized", "The tokens of a set are normalized among themselves.")(
+        changed_output("set_logprobs", lambda logprobs: logprobs.log_softmax(-1))
     ),
 )

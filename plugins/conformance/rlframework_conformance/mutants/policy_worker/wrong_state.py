@@ -54,11 +54,6 @@ def _data_changed_in_place(call: Any, worker: Any, data: Any, *args: Any, **opti
     return result
 
 
-reference_never_moves = mutant("reference_never_moves", "`sync_reference` does nothing.")(
-    around(PolicyWorker.sync_reference)(lambda call, worker, alpha: None)
-)
-
-
 @mutant("reference_keeps_the_share_of_the_policy", "`sync_reference` mixes with alpha and 1 - alpha swapped.")
 @around(Engine.mix)
 def _reference_keeps_the_share(call: Any, engine: Any, snapshot: Any, other: Any, alpha: float) -> None:
@@ -182,17 +177,6 @@ def _rest_of_rows_dropped(call: Any, training: Any, data: Any, global_batch_size
     return call(data.slice(0, data.size // local * local), global_batch_size)
 
 
-undeclared_ignored = mutant("undeclared_ignored", "An unsupported call silently does nothing.")(
-    together(
-        around(PolicyWorker.save_checkpoint, PolicyWorker.score, PolicyWorker.save_adapter)(
-            lambda call, worker, *args, **options: None
-        ),
-        around(PolicyWorker.prepare_weights_for_ipc)(lambda call, worker: ([], 0.0)),
-        around(PolicyWorker.prepare_info_for_collective)(lambda call, worker: {}),
-    )
-)
-
-
 @around(Engine.build)
 def _build_anything(call: Any, engine: Any, **how: Any) -> None:
     try:
@@ -201,26 +185,10 @@ def _build_anything(call: Any, engine: Any, **how: Any) -> None:
         engine.model = torch.nn.Linear(1, 1)
 
 
-fresh_weights = mutant("fresh_weights", "Weights that cannot be loaded are replaced by random ones.")(
-    together(
-        _build_anything,
-        around(Engine.snapshot)(lambda call, engine: {}),
-        around(Engine.close)(lambda call, engine: None),
-    )
-)
-
-
 class _AnySection(BaseModel):
     """A section that accepts any keys."""
 
     model_config = ConfigDict(extra="allow")
-
-
-unknown_keys_taken = mutant(
-    "unknown_keys_taken",
-    "The backend's own section accepts unknown keys.",
-    break_record=lambda record: replace(record, config_model=_AnySection),
-)(together())
 
 
 MUTANTS = (
@@ -242,4 +210,28 @@ MUTANTS = (
     mutant("moments_left_behind", "The optimizer's state is not onloaded again.")(
         after(PolicyWorker.offload_after_refit, lambda worker: optimizer_of(worker.engine).state.clear())
     ),
+    mutant("reference_never_moves", "`sync_reference` does nothing.")(
+        around(PolicyWorker.sync_reference)(lambda call, worker, alpha: None)
+    ),
+    mutant("undeclared_ignored", "An unsupported call silently does nothing.")(
+        together(
+            around(PolicyWorker.save_checkpoint, PolicyWorker.score, PolicyWorker.save_adapter)(
+                lambda call, worker, *args, **options: None
+            ),
+            around(PolicyWorker.prepare_weights_for_ipc)(lambda call, worker: ([], 0.0)),
+            around(PolicyWorker.prepare_info_for_collective)(lambda call, worker: {}),
+        )
+    ),
+    mutant("fresh_weights", "Weights that cannot be loaded are replaced by random ones.")(
+        together(
+            _build_anything,
+            around(Engine.snapshot)(lambda call, engine: {}),
+            around(Engine.close)(lambda call, engine: None),
+        )
+    ),
+    mutant(
+        "unknown_keys_taken",
+        "The backend's own section accepts unknown keys.",
+        break_record=lambda record: replace(record, config_model=_AnySection),
+    )(together()),
 )
