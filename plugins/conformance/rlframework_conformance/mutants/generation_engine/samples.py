@@ -160,9 +160,6 @@ MUTANTS = (
     mutant("sign_of_seeds_dropped", "A negative seed gives the sample of its absolute value.")(
         broken_requests(lambda engine, request: {"seed": min(abs(request.seed), 2**63 - 1)})
     ),
-    mutant("sign_bit_of_seeds_dropped", "Only the low 63 bits of a seed are used.")(
-        broken_requests(lambda engine, request: {"seed": request.seed & (2**63 - 1)})
-    ),
     mutant(
         "seed_by_place_in_the_batch",
         "Samples depend on how requests are batched, as with one generator for each batch.",

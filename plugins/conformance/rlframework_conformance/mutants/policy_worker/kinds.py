@@ -104,12 +104,6 @@ def _image_order_swapped(rows: BatchedDataDict[Any], chosen: list[int]) -> None:
     _give_images(rows, dict(zip(chosen, reversed(chosen), strict=True)))
 
 
-@mutant("features_of_another_row", "Rows get the features of the first image of their batch.")
-@_around_rows
-def _features_of_another_row(rows: BatchedDataDict[Any], chosen: list[int]) -> None:
-    _give_images(rows, dict.fromkeys(chosen, chosen[0]))
-
-
 @mutant("image_token_too_few", "A row has an image token too few, and another row one too many.")
 @_around_rows
 def _image_token_too_few(rows: BatchedDataDict[Any], chosen: list[int]) -> None:

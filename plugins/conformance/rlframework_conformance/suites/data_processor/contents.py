@@ -11,12 +11,12 @@ import torch
 from rlframework.base.errors import BatchError
 from rlframework.interfaces.data_processor import Microbatch
 from rlframework_conformance.rules import Suite, holds
-from rlframework_conformance.suites.data_processor.processor_harness import ProcessorHarness
-from rlframework_conformance.suites.data_processor.rows import (
+from rlframework_conformance.suites.data_processor.processor_harness import (
     DYNAMIC,
     PACKED,
     PADDED,
     PLANS,
+    ProcessorHarness,
     batch_of,
     lengths_of,
     ragged_batches,
