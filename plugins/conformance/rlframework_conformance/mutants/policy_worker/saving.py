@@ -21,12 +21,6 @@ from rlframework_conformance.mutants.policy_worker.engine_access import change_w
 DATA = Layout(data=2)
 
 
-@around(Engine.build)
-def _keep_the_start(call: Any, engine: Any, **how: Any) -> None:
-    call(**how)
-    engine.start = engine.snapshot()
-
-
 @around(PolicyWorker.save_pretrained)
 def _save_the_start(call: Any, worker: Any, path: str) -> None:
     current = worker.engine.snapshot()
@@ -35,19 +29,20 @@ def _save_the_start(call: Any, worker: Any, path: str) -> None:
     worker.engine.restore(current)
 
 
-def _stale_in_a_refit(fragment: str) -> Callable[[Any], Any]:
-    """Break refits: weights whose names contain `fragment` stay as they were when first gathered.
+_COPIED = around(Engine.whole_model)(lambda call, engine: None)
+"""Generation gets a copy of the weights in any layout, also where the engine could give it the live module."""
 
-    Generation gets a copy of the weights in any layout, also where the engine could give it the live module.
-    """
 
-    @around(Engine.gather_weights)
-    def gather_weights(call: Any, engine: Any, names: Any) -> Any:
-        first: dict[str, Tensor] = vars(engine).setdefault("first", {})
+def _stale(gather: Callable[..., Any], fragment: str) -> Callable[[Any], Any]:
+    """Break weights on their way: those whose names contain `fragment` stay as when `gather` first returned them."""
+
+    @around(gather)
+    def stale(call: Any, part: Any, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        first: dict[str, Tensor] = vars(part).setdefault("first", {})
         for name, weight in call(names):
             yield name, first.setdefault(name, weight.clone()) if fragment in name else weight
 
-    return together(around(Engine.whole_model)(lambda call, engine: None), gather_weights)
+    return stale
 
 
 @around(PolicyWorker.use_reference_model)
@@ -83,18 +78,6 @@ def _greedy_samples(call: Any, worker: Any, requests: Any, *args: Any, **options
 SQUARE = "model.layers.0.self_attn.q_proj.weight"
 OTHER = "model.layers.1.self_attn.q_proj.weight"
 EXCHANGED = {SQUARE: OTHER, OTHER: SQUARE}
-
-
-def _stale_when_sent(fragment: str) -> Callable[[Any], Any]:
-    """Break sending only: weights whose names contain `fragment` stay as they were when first sent."""
-
-    @around(TrainedWeights.gather)
-    def gather(call: Any, weights: Any, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        first: dict[str, Tensor] = vars(weights).setdefault("first", {})
-        for name, weight in call(names):
-            yield name, first.setdefault(name, weight.clone()) if fragment in name else weight
-
-    return gather
 
 
 def _changed_when_sent(change: Callable[[Tensor], Tensor], names: tuple[str, ...] = ()) -> Callable[[Any], Any]:
@@ -174,20 +157,22 @@ MUTANTS = (
         in_silence(PolicyWorker.broadcast_weights_for_collective, RefitError)
     ),
     mutant("saves_the_weights_of_the_start", "Saving writes the initial weights instead of the trained ones.")(
-        together(_keep_the_start, _save_the_start)
+        together(after(Engine.build, lambda engine: setattr(engine, "start", engine.snapshot())), _save_the_start)
     ),
     mutant("stale_weights_after_refit", "The engine keeps the weights of the first refit.", layout=DATA)(
-        _stale_in_a_refit("")
+        together(_COPIED, _stale(Engine.gather_weights, ""))
     ),
     mutant("one_tensor_skipped_in_refit", "A refit does not update one of the norms.", layout=DATA)(
-        _stale_in_a_refit("layers.0.input_layernorm")
+        together(_COPIED, _stale(Engine.gather_weights, "layers.0.input_layernorm"))
     ),
     mutant(
         "reference_left_for_generation", "The policy's weights are restored only at the next training or scoring call."
     )(together(_leave_the_reference, _restore_the_policy)),
-    mutant("weights_of_the_first_refit", "Every refit sends the weights of the first one.")(_stale_when_sent("")),
+    mutant("weights_of_the_first_refit", "Every refit sends the weights of the first one.")(
+        _stale(TrainedWeights.gather, "")
+    ),
     mutant("one_weight_stale", "The norms are always sent as they were at the first refit.")(
-        _stale_when_sent("layernorm")
+        _stale(TrainedWeights.gather, "layernorm")
     ),
     mutant("sent_transposed", "A square matrix is sent transposed.")(
         _changed_when_sent(lambda weight: weight.t().contiguous(), (SQUARE,))

@@ -16,7 +16,7 @@ from rlframework.policy.lora_math import is_adapter
 from rlframework.policy.scoring import SnapshotReference
 from rlframework.policy.worker import PolicyWorkerBase
 from rlframework_conformance.layouts import Layout
-from rlframework_conformance.mutants.mutant import after, around, in_silence, mutant, result, together
+from rlframework_conformance.mutants.mutant import after, around, before, in_silence, mutant, result, together
 from rlframework_conformance.mutants.policy_worker.engine_access import (
     module_of,
     optimizer_of,
@@ -115,12 +115,6 @@ def _leave_off(call: Any, engine: Any) -> Any:
     yield
 
 
-@around(Engine.close)
-def _close(call: Any, engine: Any) -> None:
-    vars(engine).get("off", ExitStack()).close()
-    call()
-
-
 @mutant("lora_frozen_after_reference", "The optimizer loses the adapters after the reference model is scored.")
 @around(Engine.without_adapters)
 @contextmanager
@@ -187,7 +181,7 @@ MUTANTS = (
         together(_build_unscaled, _merge_unscaled)
     ),
     mutant("lora_off_after_reference", "Adapters stay off after the reference model is scored.")(
-        together(_leave_off, _close)
+        together(_leave_off, before(Engine.close, lambda engine: vars(engine).get("off", ExitStack()).close()))
     ),
     mutant("lora_merged_with_the_wrong_sign", "Merging subtracts the adapters.")(_changed_merge(lambda added: -added)),
     mutant("lora_merged_transposed", "Square layers are merged with (B A) transposed.")(

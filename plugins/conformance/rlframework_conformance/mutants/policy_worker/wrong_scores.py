@@ -16,7 +16,7 @@ from rlframework.interfaces.policy_worker import SAMPLED_NOW, PolicyWorker
 from rlframework.policy.engine import Engine
 from rlframework.policy.head.patch import SCORE_WEIGHT, HeadPatch, HeadRequest
 from rlframework.policy.training_step import Training
-from rlframework_conformance.mutants.mutant import around, mutant, result, together
+from rlframework_conformance.mutants.mutant import around, before, mutant, result, together
 from rlframework_conformance.mutants.policy_worker.engine_access import around_microbatch, changed_output, whole_weights
 from rlframework_conformance.mutants.policy_worker.parallelism import TENSOR
 from rlframework_conformance.mutants.policy_worker.wrong_grouping import DATA
@@ -137,12 +137,6 @@ def _train_pending_again(call: Any, engine: Any, microbatches: Any, *args: Any, 
     return results[: len(batches)]
 
 
-@around(Engine.clip_and_step)
-def _forget_pending(call: Any, engine: Any, *args: Any) -> Any:
-    engine.pending = False
-    return call(*args)
-
-
 @mutant("all_tokens_are_compared", "Tokens of earlier weights are compared with those that are trained now.")
 @around(Training.train)
 def _all_tokens_are_compared(call: Any, training: Any, data: Any, *args: Any, **options: Any) -> Any:
@@ -184,7 +178,7 @@ MUTANTS = (
         result(PolicyWorker.get_values, lambda scored: BatchedDataDict({"values": scored["values"].roll(-1, 1)}))
     ),
     mutant("withheld_gradient_is_kept", "The gradient of a step that was withheld is part of the next.")(
-        together(_train_pending_again, _forget_pending)
+        together(_train_pending_again, before(Engine.clip_and_step, lambda engine: setattr(engine, "pending", False)))
     ),
     mutant("sets_without_gradient", "Only the token of the row has a gradient; those of its set are constants.")(
         changed_output("set_logprobs", lambda logprobs: logprobs.detach())
