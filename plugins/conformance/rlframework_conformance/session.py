@@ -270,7 +270,7 @@ def _is_proof(found: object) -> TypeGuard[type[MutantProof]]:
 
 
 def _require_whole(suite: type[Suite]) -> None:
-    """Reject changes to a suite made after class creation, which `rules` checks only at that time."""
+    """Reject a suite whose tests a subclass or other code has changed."""
     for name in ("__init__", "__new__", "__test__"):
         if getattr(suite, name, None) is not getattr(Suite, name, None):
             raise pytest.Collector.CollectError(
@@ -278,7 +278,10 @@ def _require_whole(suite: type[Suite]) -> None:
             )
     if changed := changed_since_sealed(suite):
         names = ", ".join(f"{suite.__qualname__}.{name}" for name in changed)
-        raise pytest.Collector.CollectError(f"{names} was changed: run the suite unmodified")
+        raise pytest.Collector.CollectError(
+            f"{names} was changed: run the suite unmodified. Known failures of the backend belong in known_failures of "
+            "its record"
+        )
 
 
 def _require_collected(collector: Any, suite: type[Suite]) -> None:

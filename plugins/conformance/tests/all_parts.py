@@ -139,7 +139,7 @@ class TestDataset(EnvironmentSuite):
 
 
 class TestToolGame(EnvironmentSuite):
-    backend = "rlframework_conformance.tool_game:ToolGame"
+    backend = "probe_tool_game:ToolGame"
 
 
 class TestGymnasium(EnvironmentSuite):

@@ -40,7 +40,7 @@ class TestUnscoredDataset(EnvironmentSuite):
 
 
 class TestToolGame(EnvironmentSuite):
-    backend = "rlframework_conformance.tool_game:ToolGame"
+    backend = "probe_tool_game:ToolGame"
     pytestmark = pytest.mark.slow
 
 
@@ -69,7 +69,7 @@ class TestMutants(MutantProof):
 
 class TestEpisodeMutants(MutantProof):
     kind = "environment"
-    backend = "rlframework_conformance.tool_game:ToolGame"
+    backend = "probe_tool_game:ToolGame"
     pytestmark = pytest.mark.slow
 
 

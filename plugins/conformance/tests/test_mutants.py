@@ -16,8 +16,7 @@ from rlframework_conformance import mutants
 from rlframework_conformance.measure import MutantNotApplicable
 from rlframework_conformance.mutants import MODULES, find_mutant, mutants_of
 from rlframework_conformance.mutants.mutant import around, together
-from rlframework_conformance.mutants.policy_worker.engine_access import optimizer_of
-from rlframework_conformance.mutants.policy_worker.measured_gradients import norm_of_own_shards
+from rlframework_conformance.mutants.policy_worker.engine_access import norm_of_own_shards, optimizer_of
 
 
 @pytest.mark.parametrize("kind", MODULES)
@@ -50,7 +49,7 @@ def test_finding_a_mutant_imports_its_module_only():
     assert done.stdout.splitlines() == [
         "[]",
         "['', '.mutant']",
-        "['', '.data_processor', '.data_processor.changes', '.data_processor.counts', '.mutant']",
+        "['', '.data_processor', '.data_processor.contents', '.mutant']",
     ]
 
 

@@ -211,11 +211,11 @@ def test_options_of_a_file_are_not_chosen_by_hand(tests, pytester, options):
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        ("def test_it_is_there(self, harness): pass", "*overrides TinySuite.test_it_is_there*"),
-        ("test_it_is_there = None", "*overrides TinySuite.test_it_is_there*"),
+        ("def test_it_is_there(self, harness): pass", "TestIt.test_it_is_there was changed: run the suite unmodified*"),
+        ("test_it_is_there = None", "TestIt.test_it_is_there was changed: run the suite unmodified*"),
         ("__test__ = False", "TestIt sets __test__, so pytest would not run it*"),
         ("def __init__(self): pass", "TestIt sets __init__, so pytest would not run it*"),
-        ("open_harness = None", "*overrides TinySuite.open_harness*"),
+        ("open_harness = None", "TestIt.open_harness was changed: run the suite unmodified*"),
     ],
 )
 def test_a_class_that_would_run_less_is_an_error(tests, pytester, body, says):
@@ -227,19 +227,19 @@ def test_a_class_that_would_run_less_is_an_error(tests, pytester, body, says):
 
 @pytest.mark.parametrize("name", ["test_it_is_there", "expected", "open_harness"])
 def test_a_class_that_is_changed_after_it_was_made_is_an_error(tests, pytester, name):
-    tests(f"class TestIt(TinySuite):\n    backend = 'sound'\n\ntype.__setattr__(TestIt, {name!r}, None)\n")
+    tests(f"class TestIt(TinySuite):\n    backend = 'sound'\n\nsetattr(TestIt, {name!r}, None)\n")
     result = run(pytester)
     assert result.ret == 2
-    result.stdout.fnmatch_lines([f"TestIt.{name} was changed: run the suite unmodified"])
+    result.stdout.fnmatch_lines([f"TestIt.{name} was changed: run the suite unmodified*"])
 
 
 @pytest.mark.parametrize(
     "trick",
     [
         "tiny_suite.Parts.test_it_is_there = None",
-        "type.__setattr__(tiny_suite.Parts, 'test_it_is_there', tiny_suite.holds(1)(lambda self, harness: None))",
-        "type.__setattr__(TinySuite, 'test_it_is_there', tiny_suite.holds(1)(lambda self, harness: None))",
-        "type.__delattr__(tiny_suite.Parts, 'test_it_is_there')",
+        "setattr(tiny_suite.Parts, 'test_it_is_there', tiny_suite.holds(1)(lambda self, harness: None))",
+        "setattr(TinySuite, 'test_it_is_there', tiny_suite.holds(1)(lambda self, harness: None))",
+        "delattr(tiny_suite.Parts, 'test_it_is_there')",
     ],
     ids=["assigned", "set on a part", "set on the suite", "deleted"],
 )
@@ -250,7 +250,7 @@ def test_a_suite_that_is_changed_behind_its_seal_is_an_error(tests, pytester, tr
     tests("\n".join(lines if when == "before" else lines[::-1]))
     result = run(pytester)
     assert result.ret == 2
-    result.stdout.fnmatch_lines(["*test_it_is_there *cannot be replaced*" if " = " in trick else "TestIt.test_it_is_*"])
+    result.stdout.fnmatch_lines(["TestIt.test_it_is_there was changed: run the suite unmodified*"])
 
 
 def test_a_suite_that_is_changed_after_the_collection_is_an_error(tests, pytester):
@@ -259,12 +259,12 @@ def test_a_suite_that_is_changed_after_the_collection_is_an_error(tests, pyteste
         """
         def pytest_collection_finish(session):
             import tiny_suite
-            type.__setattr__(tiny_suite.Parts, "test_the_number_is_two", lambda self, harness: None)
+            setattr(tiny_suite.Parts, "test_the_number_is_two", lambda self, harness: None)
         """
     )
     result = run(pytester)
     assert result.ret == 1
-    result.stdout.fnmatch_lines(["*TestIt.test_the_number_is_two was changed: run the suite unmodified"])
+    result.stdout.fnmatch_lines(["*TestIt.test_the_number_is_two was changed: run the suite unmodified*"])
 
 
 @pytest.mark.parametrize("name", ["Conformance", "MyTests"])

@@ -1,4 +1,4 @@
-"""The seal of a suite: what a subclass may change, and what is an error at class creation."""
+"""The seal of a suite: what a subclass may change, and what is noticed."""
 
 from __future__ import annotations
 
@@ -69,51 +69,27 @@ def record(*capabilities):
     ],
     ids=lambda body: next(iter(body)),
 )
-def test_overriding_is_an_error(body):
-    (name,) = body
-    with pytest.raises(TypeError, match=f"TestIt overrides Sealed.{name}"):
-        type(Suite)("TestIt", (Sealed,), {"backend": "x", **body})
+def test_overriding_is_noticed(body):
+    assert changed_since_sealed(type("TestIt", (Sealed,), {"backend": "x", **body})) == list(body)
 
 
 @pytest.mark.parametrize("bases", [(Hiding, Sealed), (type("Deeper", (Hiding,), {}), Sealed)])
-def test_hiding_behind_a_mixin_is_an_error(bases):
-    with pytest.raises(TypeError, match=r"TestIt hides Sealed\.test_plain behind another base class"):
-        type(Suite)("TestIt", bases, {"backend": "x"})
+def test_hiding_behind_a_mixin_is_noticed(bases):
+    assert changed_since_sealed(type("TestIt", bases, {"backend": "x"})) == ["test_plain"]
 
 
 def test_a_subclass_of_a_subclass_is_no_way_round():
     class TestIt(Sealed):
         backend = "x"
 
-    with pytest.raises(TypeError, match=r"overrides Sealed\.test_plain"):
-
-        class TestAgain(TestIt):
-            test_plain = None
-
-
-@pytest.mark.parametrize("of", ["Sealed", "a subclass"])
-def test_changing_or_deleting_later_is_an_error(of):
-    cls = Sealed if of == "Sealed" else type(Suite)("TestIt", (Sealed,), {"backend": "x"})
-    with pytest.raises(TypeError, match="cannot be replaced"):
-        cls.test_plain = None
-    with pytest.raises(TypeError, match="cannot be deleted"):
-        del cls.test_plain
+    assert changed_since_sealed(type("TestAgain", (TestIt,), {"test_plain": None})) == ["test_plain"]
 
 
 def made():
     """A base class, a suite made of it, and a subclass; each test breaks its own."""
-    part = type(Suite)("Part", (Suite,), {"test_plain": holds(1)(lambda self, harness: None), "helper": lambda self: 1})
-    sealed = type(Suite)("OfPart", (part,), {"kind": "policy_worker"}, sealed=True)
-    return part, sealed, type(Suite)("TestIt", (sealed,), {"backend": "x"})
-
-
-@pytest.mark.parametrize("name", ["test_plain", "test_new", "helper"])
-def test_a_part_is_sealed_with_its_suite(name):
-    part, _, _ = made()
-    with pytest.raises(TypeError, match=rf"Part\.{name} is part of a conformance suite and cannot be replaced"):
-        setattr(part, name, holds(1)(lambda self, harness: None))
-    with pytest.raises(TypeError, match=r"Suite\.tests is part of a conformance suite"):
-        Suite.tests = None
+    part = type("Part", (Suite,), {"test_plain": holds(1)(lambda self, harness: None), "helper": lambda self: 1})
+    sealed = type("OfPart", (part,), {"kind": "policy_worker"}, sealed=True)
+    return part, sealed, type("TestIt", (sealed,), {"backend": "x"})
 
 
 def exchange_code(part, sealed):
@@ -127,9 +103,9 @@ def exchange_requirement(part, sealed):
 @pytest.mark.parametrize(
     "trick",
     [
-        lambda part, sealed: type.__setattr__(part, "test_plain", holds(1)(lambda self, harness: None)),
-        lambda part, sealed: type.__setattr__(sealed, "test_plain", holds(1)(lambda self, harness: None)),
-        lambda part, sealed: type.__delattr__(part, "test_plain"),
+        lambda part, sealed: setattr(part, "test_plain", holds(1)(lambda self, harness: None)),
+        lambda part, sealed: setattr(sealed, "test_plain", holds(1)(lambda self, harness: None)),
+        lambda part, sealed: delattr(part, "test_plain"),
         exchange_code,
         exchange_requirement,
     ],

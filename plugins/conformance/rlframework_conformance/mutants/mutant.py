@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import reduce, wraps
 from importlib import import_module
@@ -76,6 +77,57 @@ def around(*methods: Callable[..., Any]) -> Callable[[Callable[..., Any]], Calla
         return break_it
 
     return decorate
+
+
+def result(method: Callable[..., Any], change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Break the result of `method`, which becomes `change(result)`."""
+    return around(method)(lambda call, _, *args, **keywords: change(call(*args, **keywords)))
+
+
+def entries(method: Callable[..., Any], change: Callable[[Any], Mapping[str, Any]]) -> Callable[[Any], Any]:
+    """Break the dictionary that `method` returns: the entries of `change(result)` replace its own."""
+    return result(method, lambda found: {**found, **change(found)})
+
+
+def before(method: Callable[..., Any], change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Break what `method` finds: `change(part)` runs before it."""
+
+    @around(method)
+    def run(call: Any, part: Any, *args: Any, **keywords: Any) -> Any:
+        change(part)
+        return call(*args, **keywords)
+
+    return run
+
+
+def after(method: Callable[..., Any], change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Break what `method` leaves: `change(part)` runs after it."""
+
+    @around(method)
+    def run(call: Any, part: Any, *args: Any, **keywords: Any) -> Any:
+        returned = call(*args, **keywords)
+        change(part)
+        return returned
+
+    return run
+
+
+def in_silence(method: Callable[..., Any], error: type[Exception]) -> Callable[[Any], Any]:
+    """Break a failure: an `error` of `method` has no effect."""
+
+    @around(method)
+    def run(call: Any, _: Any, *args: Any, **keywords: Any) -> Any:
+        with suppress(error):
+            return call(*args, **keywords)
+
+    return run
+
+
+def without(method: Callable[..., Any], keyword: str) -> Callable[[Any], Any]:
+    """Break a call: `method` does not get the argument `keyword`."""
+    return around(method)(
+        lambda call, _, *args, **keywords: call(*args, **{key: keywords[key] for key in keywords if key != keyword})
+    )
 
 
 def together(*changes: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -6,7 +6,7 @@ They need an environment that scores; the mutants of missing files apply only to
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,10 +14,10 @@ from pydantic import ConfigDict
 
 from rlframework.base.errors import DataError
 from rlframework.config.sections import EnvironmentConfig
-from rlframework.interfaces.environment import Environment, Split
+from rlframework.interfaces.environment import Environment, Split, StepOutcome
 from rlframework.interfaces.messages import text_of
 from rlframework.plugins.types import Capability
-from rlframework_conformance.mutants.mutant import around, mutant
+from rlframework_conformance.mutants.mutant import after, around, mutant, result
 
 
 def _reads_files(section: Mapping[str, Any]) -> bool:
@@ -31,6 +31,48 @@ def _reads_files(section: Mapping[str, Any]) -> bool:
 )
 def _episodes_misdeclared(part: Any) -> Any:
     return part
+
+
+def _minus_the_mean(outcomes: Sequence[StepOutcome]) -> list[StepOutcome]:
+    mean = sum(outcome.reward for outcome in outcomes) / max(len(outcomes), 1)
+    return [replace(outcome, reward=outcome.reward - mean) for outcome in outcomes]
+
+
+MUTANTS = (
+    mutant("one_id_for_all", "Training and validation samples share the same ids.")(
+        result(
+            Environment.samples,
+            lambda samples: [replace(sample, id=str(number)) for number, sample in enumerate(samples)],
+        )
+    ),
+    mutant("answer_in_the_prompt", "The prompt includes the assistant's answer.")(
+        result(
+            Environment.samples,
+            lambda samples: [
+                replace(sample, messages=(*sample.messages, {"role": "assistant", "content": sample.answer}))
+                for sample in samples
+            ],
+        )
+    ),
+    mutant("outcomes_reversed", "Outcomes come back in reverse order.")(
+        result(Environment.step, lambda outcomes: outcomes[::-1])
+    ),
+    mutant("last_outcome_dropped", "The last row gets no outcome.")(
+        result(Environment.step, lambda outcomes: outcomes[: max(1, len(outcomes) - 1)])
+    ),
+    mutant("constant_reward", "Every answer gets the same reward.")(
+        result(Environment.step, lambda outcomes: [replace(outcome, reward=1.0) for outcome in outcomes])
+    ),
+    mutant("upside_down", "Wrong answers get a higher reward than right ones.")(
+        result(Environment.step, lambda outcomes: [replace(outcome, reward=-outcome.reward) for outcome in outcomes])
+    ),
+    mutant("reward_of_the_batch", "The mean reward of the call is subtracted from every reward.")(
+        result(Environment.step, _minus_the_mean)
+    ),
+    mutant("judges_unscored", "The environment scores although `scores` is False.")(
+        after(Environment.__init__, lambda environment: setattr(environment, "scores", False))
+    ),
+)
 
 
 @mutant("validation_leaks", "One validation sample is also in the training split.")
@@ -57,53 +99,6 @@ def _shuffled_each_time(samples: Any, environment: Any, split: Split) -> Any:
 def _global_random_state(samples: Any, environment: Any, split: Split) -> Any:
     drawn = environment.__dict__.setdefault("drawn", random.random())
     return random.Random(drawn).sample(sound := list(samples(split)), len(sound))
-
-
-@mutant("one_id_for_all", "Training and validation samples share the same ids.")
-@around(Environment.samples)
-def _one_id_for_all(samples: Any, _: Any, split: Split) -> Any:
-    return [replace(sample, id=str(number)) for number, sample in enumerate(samples(split))]
-
-
-@mutant("answer_in_the_prompt", "The prompt includes the assistant's answer.")
-@around(Environment.samples)
-def _answer_in_the_prompt(samples: Any, _: Any, split: Split) -> Any:
-    return [
-        replace(sample, messages=(*sample.messages, {"role": "assistant", "content": sample.answer}))
-        for sample in samples(split)
-    ]
-
-
-@mutant("outcomes_reversed", "Outcomes come back in reverse order.")
-@around(Environment.step)
-def _reversed(step: Any, _: Any, samples: Any, conversations: Any) -> Any:
-    return step(samples, conversations)[::-1]
-
-
-@mutant("last_outcome_dropped", "The last row gets no outcome.")
-@around(Environment.step)
-def _last_dropped(step: Any, _: Any, samples: Any, conversations: Any) -> Any:
-    return step(samples, conversations)[: max(1, len(samples) - 1)]
-
-
-@mutant("constant_reward", "Every answer gets the same reward.")
-@around(Environment.step)
-def _constant(step: Any, _: Any, samples: Any, conversations: Any) -> Any:
-    return [replace(outcome, reward=1.0) for outcome in step(samples, conversations)]
-
-
-@mutant("upside_down", "Wrong answers get a higher reward than right ones.")
-@around(Environment.step)
-def _negated(step: Any, _: Any, samples: Any, conversations: Any) -> Any:
-    return [replace(outcome, reward=-outcome.reward) for outcome in step(samples, conversations)]
-
-
-@mutant("reward_of_the_batch", "The mean reward of the call is subtracted from every reward.")
-@around(Environment.step)
-def _minus_batch_mean(step: Any, _: Any, samples: Any, conversations: Any) -> Any:
-    outcomes = step(samples, conversations)
-    mean = sum(outcome.reward for outcome in outcomes) / max(len(outcomes), 1)
-    return [replace(outcome, reward=outcome.reward - mean) for outcome in outcomes]
 
 
 @mutant("first_turn", "The assistant's first turn is scored instead of its last.")
@@ -151,13 +146,6 @@ def _raises_on_invalid_utf8(step: Any, _: Any, samples: Any, conversations: Any)
 @around(Environment.step)
 def _raises_on_no_rows(step: Any, _: Any, samples: Any, conversations: Any) -> Any:
     return [step(samples, conversations)[0], *step(samples, conversations)[1:]]
-
-
-@mutant("judges_unscored", "The environment scores although `scores` is False.")
-@around(Environment.__init__)
-def _scores_undeclared(construct: Any, environment: Any, config: Any, *, seed: int) -> None:
-    construct(config, seed=seed)
-    environment.scores = False
 
 
 class _AnyKey(EnvironmentConfig):

@@ -173,27 +173,9 @@ class EnvironmentSuite(EpisodeRows, Episodes, Suite, sealed=True):
             )
             harness.require(rewards[0] > rewards[2], f"{what} no answer", got=rewards[0], expected=f"> {rewards[2]}")
 
-    @holds(1, without=SINGLE)
-    def test_outcomes_are_in_the_order_of_the_conversations(self, harness: EnvironmentHarness) -> None:
-        """Outcomes must be in the order of the conversations, so that each row gets its own reward.
-
-        A mix of right and wrong answers is scored forwards, backwards and one by one.
-        """
-        environment, cases = _scoring_cases(harness)
-        if not cases:
-            return
-        pairs = [
-            (sample, with_reply(sample, bad if number % 3 else good))
-            for number, (sample, good, bad) in enumerate(cases)
-        ]
-        forwards, backwards = harness.rewards(environment, pairs), harness.rewards(environment, pairs[::-1])
-        harness.equal("rewards of the reversed conversations, reversed", backwards[::-1], forwards)
-        alone = [harness.rewards(environment, [pair])[0] for pair in pairs]
-        harness.equal("rewards of all conversations in one call", forwards, alone)
-
     @holds(2, without=SINGLE)
     def test_a_batch_is_judged_as_its_rows_one_by_one(self, harness: EnvironmentHarness) -> None:
-        """The reward of a row must not depend on the other rows of the call."""
+        """Outcomes must be in the order of the conversations, and none may depend on the other rows of the call."""
         environment, cases = _scoring_cases(harness)
         if not cases:
             return

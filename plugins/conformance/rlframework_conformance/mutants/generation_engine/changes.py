@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from rlframework.interfaces.generation import GenerationEngine, GenerationRequest, GenerationResult
 from rlframework_conformance import cases
 from rlframework_conformance.mutants.mutant import around, together
+from rlframework_conformance.policies import read_weights
 
 Break = Callable[[Any], Any]
 
@@ -150,6 +152,4 @@ def model_of(directory: str, weights: Mapping[str, Tensor | None] | None = None)
 
 def saved_weights(directory: str) -> dict[str, Tensor]:
     """Return the weights in the files of `directory`."""
-    from safetensors.torch import load_file
-
-    return load_file(f"{directory}/model.safetensors")
+    return read_weights(Path(directory))

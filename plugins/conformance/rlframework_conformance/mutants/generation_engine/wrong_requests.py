@@ -12,7 +12,7 @@ from rlframework.base.errors import RequestError
 from rlframework.interfaces.generation import GenerationEngine, GenerationRequest, GenerationResult
 from rlframework.plugins.types import Capability
 from rlframework_conformance.mutants.generation_engine.changes import around_observed, broken_requests, broken_results
-from rlframework_conformance.mutants.mutant import around, mutant
+from rlframework_conformance.mutants.mutant import around, mutant, result
 
 _IN_FLIGHT = frozenset({Capability.IN_FLIGHT_UPDATE})
 
@@ -22,12 +22,6 @@ _IN_FLIGHT = frozenset({Capability.IN_FLIGHT_UPDATE})
 def _returned_twice(poll: Any, engine: Any, timeout: float | None = 0.0) -> Any:
     again, engine.again = getattr(engine, "again", []), poll(timeout)
     return [*again, *engine.again]
-
-
-@mutant("results_overwritten", "Of the requests that finish at the same time, only one comes back.")
-@around(GenerationEngine.poll)
-def _overwritten(poll: Any, _: Any, timeout: float | None = 0.0) -> Any:
-    return poll(timeout)[-1:]
 
 
 @mutant("returned_together", "Requests come back when all are finished.")
@@ -77,12 +71,6 @@ def _abort_ignored(*_: Any) -> None: ...
 @around_observed(GenerationEngine.abort)
 def _abort_of_all(abort: Any, engine: Any, request_ids: Collection[str]) -> None:
     abort(engine.asked.keys() if engine.asked.keys() & set(request_ids) else request_ids)
-
-
-@mutant("aborted_requests_lost", "Aborted requests do not come back.")
-@around(GenerationEngine.poll)
-def _aborted_lost(poll: Any, _: Any, timeout: float | None = 0.0) -> Any:
-    return [result for result in poll(timeout) if result.finish_reason != "aborted"]
 
 
 @mutant("aborted_tokens_lost", "Aborted requests come back without the tokens they have.")
@@ -138,16 +126,6 @@ def _without_name(submit: Any, _: Any, requests: Sequence[GenerationRequest]) ->
         raise RequestError("a request cannot be served") from None
 
 
-_unknown_tokens_replaced = mutant("unknown_tokens_replaced", "Tokens outside the vocabulary are replaced.")(
-    broken_requests(lambda engine, request: {"prompt_ids": request.prompt_ids.clamp(0, 15)})
-)
-
-
-_long_prompts_cut = mutant("long_prompts_cut", "Prompts that are too long are truncated.")(
-    broken_requests(lambda engine, request: {"prompt_ids": request.prompt_ids[-100:]})
-)
-
-
 @mutant("rejection_ends_all", "A rejected request ends those in progress.")
 @around_observed(GenerationEngine.submit)
 def _rejection_ends_all(submit: Any, engine: Any, requests: Sequence[GenerationRequest]) -> None:
@@ -156,3 +134,21 @@ def _rejection_ends_all(submit: Any, engine: Any, requests: Sequence[GenerationR
     except RequestError:
         engine.abort(engine.asked.keys())
         raise
+
+
+MUTANTS = (
+    mutant("results_overwritten", "Of the requests that finish at the same time, only one comes back.")(
+        result(GenerationEngine.poll, lambda results: results[-1:])
+    ),
+    mutant("aborted_requests_lost", "Aborted requests do not come back.")(
+        result(
+            GenerationEngine.poll, lambda results: [result for result in results if result.finish_reason != "aborted"]
+        )
+    ),
+    mutant("unknown_tokens_replaced", "Tokens outside the vocabulary are replaced.")(
+        broken_requests(lambda engine, request: {"prompt_ids": request.prompt_ids.clamp(0, 15)})
+    ),
+    mutant("long_prompts_cut", "Prompts that are too long are truncated.")(
+        broken_requests(lambda engine, request: {"prompt_ids": request.prompt_ids[-100:]})
+    ),
+)

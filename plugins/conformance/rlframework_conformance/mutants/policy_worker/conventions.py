@@ -14,7 +14,7 @@ from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.interfaces.policy_worker import PolicyWorker
 from rlframework.policy.engine import Engine
 from rlframework.policy.training_step import Training
-from rlframework_conformance.mutants.mutant import around, mutant
+from rlframework_conformance.mutants.mutant import around, mutant, result
 from rlframework_conformance.mutants.policy_worker.engine_access import around_step, module_of
 
 
@@ -28,39 +28,11 @@ def _changed_logprobs(change: Callable[[Tensor, Any], Tensor]) -> Callable[[Any]
     return get_logprobs
 
 
-off_by_one = mutant(
-    "logprobs_off_by_one", "Log-probabilities are one position too early, at the token that predicts them."
-)(_changed_logprobs(lambda logprobs, data: logprobs.roll(-1, dims=1)))
-
-padding_scored = mutant("padding_scored", "Padding gets log-probabilities instead of zeros.")(
-    _changed_logprobs(lambda logprobs, data: logprobs.where(logprobs != 0, torch.full_like(logprobs, -3.0)))
-)
-
-
 @mutant("scored_entropy_in_bits", "Entropies from scoring are in bits instead of nats.")
 @around(PolicyWorker.get_logprobs)
 def _scored_entropy_in_bits(call: Any, worker: Any, *args: Any, **options: Any) -> Any:
     scored = call(*args, **options).items()
     return BatchedDataDict({name: value / math.log(2) if name == "entropy" else value for name, value in scored})
-
-
-@mutant("next_top_tokens", "The top-k tokens are stored at the position that predicts them, as logits are.")
-@around(PolicyWorker.get_topk_logits)
-def _next_top_tokens(call: Any, worker: Any, *args: Any, **options: Any) -> Any:
-    return BatchedDataDict({name: values.roll(-1, dims=1) for name, values in call(*args, **options).items()})
-
-
-half_results = mutant("half_results", "Results come back in half precision.")(
-    _changed_logprobs(lambda logprobs, data: logprobs.half())
-)
-
-bin_order = mutant("results_in_bin_order", "Results come back grouped by length, longest row first.")(
-    _changed_logprobs(lambda logprobs, data: logprobs[data["input_lengths"].argsort(descending=True)])
-)
-
-partial_batch_unscored = mutant("partial_batch_unscored", "Rows that do not fill a microbatch are not scored.")(
-    _changed_logprobs(lambda logprobs, data: logprobs * (torch.arange(data.size) < data.size // 3 * 3)[:, None])
-)
 
 
 @mutant("positions_ignored", "All positions are scored, whichever were requested.")
@@ -131,7 +103,29 @@ def _stays_on_the_cpu(call: Any, engine: Any, *, init_optimizer: bool) -> None:
     torch.cuda.empty_cache()
 
 
-@mutant("rank_one_everywhere", "Every worker reports rank 1.")
-@around(PolicyWorker.get_info)
-def _rank_one_everywhere(call: Any, worker: Any) -> Any:
-    return {**call(), "rank": 1}
+MUTANTS = (
+    mutant("next_top_tokens", "The top-k tokens are stored at the position that predicts them, as logits are.")(
+        result(
+            PolicyWorker.get_topk_logits,
+            lambda scored: BatchedDataDict({name: values.roll(-1, dims=1) for name, values in scored.items()}),
+        )
+    ),
+    mutant("rank_one_everywhere", "Every worker reports rank 1.")(
+        result(PolicyWorker.get_info, lambda info: {**info, "rank": 1})
+    ),
+    mutant("logprobs_off_by_one", "Log-probabilities are one position too early, at the token that predicts them.")(
+        _changed_logprobs(lambda logprobs, data: logprobs.roll(-1, dims=1))
+    ),
+    mutant("padding_scored", "Padding gets log-probabilities instead of zeros.")(
+        _changed_logprobs(lambda logprobs, data: logprobs.where(logprobs != 0, torch.full_like(logprobs, -3.0)))
+    ),
+    mutant("half_results", "Results come back in half precision.")(
+        _changed_logprobs(lambda logprobs, data: logprobs.half())
+    ),
+    mutant("results_in_bin_order", "Results come back grouped by length, longest row first.")(
+        _changed_logprobs(lambda logprobs, data: logprobs[data["input_lengths"].argsort(descending=True)])
+    ),
+    mutant("partial_batch_unscored", "Rows that do not fill a microbatch are not scored.")(
+        _changed_logprobs(lambda logprobs, data: logprobs * (torch.arange(data.size) < data.size // 3 * 3)[:, None])
+    ),
+)

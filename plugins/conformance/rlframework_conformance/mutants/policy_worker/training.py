@@ -1,34 +1,37 @@
-"""Violations of contract 3: training that differs from a plain AdamW loop, clipping included."""
+"""Violations of contract 3: training that differs from a plain AdamW loop, clipping included.
+
+With Muon: it is ignored, has another momentum, or is applied to shards in place of whole matrices.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from rlframework.policy.engine import Engine
 from rlframework.policy.microbatching import Microbatching
 from rlframework.policy.training_step import Training
 from rlframework_conformance.layouts import Layout
-from rlframework_conformance.mutants.mutant import around, mutant
+from rlframework_conformance.mutants.mutant import around, before, mutant
 from rlframework_conformance.mutants.policy_worker.engine_access import (
+    SHARDS,
+    around_measured_step,
     change_weights,
     changed_output,
     gradients_of,
     module_of,
+    norm_of_own_shards,
     optimizer_of,
     scale_gradients,
     to_bfloat16,
-)
-from rlframework_conformance.mutants.policy_worker.measured_gradients import (
-    SHARDS,
-    around_measured_step,
-    norm_of_own_shards,
     total_norm,
 )
 
@@ -37,13 +40,6 @@ from rlframework_conformance.mutants.policy_worker.measured_gradients import (
 @around(Engine.clip_and_step)
 def _update_too_small(call: Any, engine: Any, max_grad_norm: Any, lr: float) -> Any:
     return call(max_grad_norm, lr * 0.98)
-
-
-@mutant("update_sign", "Updates follow the gradient instead of opposing it.")
-@around(Engine.clip_and_step)
-def _update_sign(call: Any, engine: Any, *args: Any) -> Any:
-    scale_gradients(engine, -1.0)
-    return call(*args)
 
 
 @mutant("decay_on_everything", "Weight decay is applied to norms and biases too.")
@@ -124,19 +120,6 @@ def _steps_on_nothing(call: Any, microbatching: Any, *args: Any) -> Any:
     return {**processed, "global_valid_toks": processed["global_valid_toks"].clamp(min=1.0)}
 
 
-logits_of_the_wrong_token = mutant(
-    "logits_of_the_wrong_token", "The logits passed to the loss are shifted by one token."
-)(changed_output("logits", lambda logits: logits.roll(1, dims=0)))
-
-entropy_in_bits = mutant("entropy_in_bits", "The entropy passed to the loss is in bits instead of nats.")(
-    changed_output("entropy", lambda entropy: entropy / math.log(2))
-)
-
-entropy_without_gradient = mutant(
-    "entropy_without_gradient", "The entropy passed to the loss has no gradient, also where the loss asks for it."
-)(changed_output("entropy", lambda entropy: entropy.detach() + 0.0 * entropy))
-
-
 @mutant("checkpointing_loses_a_gradient", "With activation checkpointing, the first weight gets no gradient.")
 @around(Engine.clip_and_step)
 def _checkpointing_loses_a_gradient(call: Any, engine: Any, *args: Any) -> Any:
@@ -182,14 +165,6 @@ def clips_own_shards(call: Any, engine: Any, max_grad_norm: Any, lr: float) -> A
     return call(total_norm(engine.gradients.values()) * max_grad_norm / own, lr)
 
 
-clip_per_rank = mutant(
-    "clip_per_rank",
-    "Each rank clips its shard of the gradient by the norm of that shard.",
-    layout=Layout(data=2),
-    needs=SHARDS,
-)(clips_own_shards)
-
-
 @mutant("gradient_scaled_up", "Gradients are rescaled to the clipping limit even when they are smaller.")
 @around(Engine.clip_and_step)
 def _gradient_scaled_up(call: Any, engine: Any, max_grad_norm: Any, lr: float) -> Any:
@@ -214,3 +189,77 @@ def _clipping_divides_by_zero(call: Any, engine: Any, *args: Any) -> Any:
     if norm == 0.0:
         change_weights(engine, lambda weight: weight * math.nan)
     return norm, skipped
+
+
+@mutant("muon_ignored", "AdamW updates the matrices too.")
+@around(Engine.build)
+def _ignored(call: Any, engine: Any, **how: Any) -> None:
+    optimizer = engine.config.optimizer.model_copy(update={"name": "adamw"})
+    engine.config = engine.config.model_copy(update={"optimizer": optimizer})
+    call(**how)
+
+
+@mutant("muon_default_momentum", "Muon uses the default momentum and ignores the configured one.")
+@around(Engine.clip_and_step)
+def _default_momentum(call: Any, engine: Any, *args: Any) -> Any:
+    for group, _ in _matrices(engine):
+        group["momentum"] = 0.95
+    return call(*args)
+
+
+@mutant("muon_on_shards", "Each rank orthogonalizes its shard of a matrix.", layout=Layout(data=2))
+@around(Engine.build)
+def _on_shards(call: Any, engine: Any, **how: Any) -> None:
+    call(**how)
+    group = next(_matrices(engine))[0]
+    matrices = [(matrix, nn.Parameter(_local(matrix))) for _, matrix in _matrices(engine)]
+    settings = {key: group[key] for key in ("lr", "weight_decay", "momentum")}
+    muon = torch.optim.Muon([shard for _, shard in matrices], adjust_lr_fn="match_rms_adamw", **settings)
+
+    def step_on_shards(*arguments: Any) -> None:
+        for matrix, shard in matrices:
+            shard.grad, matrix.grad = _local(matrix.grad), None
+        muon.step()
+
+    optimizer_of(engine).register_step_pre_hook(step_on_shards)
+
+
+@mutant("muon_average_not_loaded", "Muon's average of gradients starts from zero again.")
+@around(Engine.load_moments)
+def _average_not_loaded(call: Any, engine: Any, moments: Any) -> None:
+    call(moments)
+    for _, matrix in _matrices(engine):
+        optimizer_of(engine).state[matrix]["exp_avg"].zero_()
+
+
+def _matrices(engine: Any) -> Iterator[tuple[dict[str, Any], Any]]:
+    """Yield the matrices that Muon updates, each with its parameter group."""
+    for group in optimizer_of(engine).param_groups:
+        yield from ((group, matrix) for matrix in group["params"] if "momentum" in group)
+
+
+def _local(tensor: Any) -> Tensor:
+    shard: Tensor = tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor.detach()
+    return shard
+
+
+MUTANTS = (
+    mutant("update_sign", "Updates follow the gradient instead of opposing it.")(
+        before(Engine.clip_and_step, lambda engine: scale_gradients(engine, -1.0))
+    ),
+    mutant("logits_of_the_wrong_token", "The logits passed to the loss are shifted by one token.")(
+        changed_output("logits", lambda logits: logits.roll(1, dims=0))
+    ),
+    mutant("entropy_in_bits", "The entropy passed to the loss is in bits instead of nats.")(
+        changed_output("entropy", lambda entropy: entropy / math.log(2))
+    ),
+    mutant(
+        "entropy_without_gradient", "The entropy passed to the loss has no gradient, also where the loss asks for it."
+    )(changed_output("entropy", lambda entropy: entropy.detach() + 0.0 * entropy)),
+    mutant(
+        "clip_per_rank",
+        "Each rank clips its shard of the gradient by the norm of that shard.",
+        layout=Layout(data=2),
+        needs=SHARDS,
+    )(clips_own_shards),
+)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from rlframework.policy.lora_math import is_adapter
 from rlframework.policy.scoring import SnapshotReference
 from rlframework.policy.worker import PolicyWorkerBase
 from rlframework_conformance.layouts import Layout
-from rlframework_conformance.mutants.mutant import around, mutant, together
+from rlframework_conformance.mutants.mutant import after, around, before, in_silence, mutant, result, together
 from rlframework_conformance.mutants.policy_worker.engine_access import (
     module_of,
     optimizer_of,
@@ -49,11 +49,6 @@ def _merge_unscaled(call: Any, engine: Any, names: Any) -> Any:
         yield from call(names)
 
 
-scale_forgotten = mutant("lora_scale_forgotten", "The adapters' output is not scaled by alpha / rank.")(
-    together(_build_unscaled, _merge_unscaled)
-)
-
-
 @mutant("lora_all_linear_of_attention", "all-linear adapts the layers of attention only.")
 @around(Engine.build)
 def _all_linear_of_attention(call: Any, engine: Any, **how: Any) -> None:
@@ -75,20 +70,6 @@ def _draw(engine: Any, fragment: str, seed: int) -> None:
     _change_adapters(
         engine, lambda name, matrix: torch.randn(matrix.shape, generator=generator) if fragment in name else matrix
     )
-
-
-@mutant("lora_b_not_zero", "B is initialized randomly, so the initial model differs from its base.")
-@around(Engine.build)
-def _b_not_zero(call: Any, engine: Any, **how: Any) -> None:
-    call(**how)
-    _draw(engine, ".lora_B.", 7)
-
-
-@mutant("lora_a_by_rank", "Each rank initializes A from a generator of its own.", layout=Layout(data=2))
-@around(Engine.build)
-def _a_by_rank(call: Any, engine: Any, **how: Any) -> None:
-    call(**how)
-    _draw(engine, ".lora_A.", 100 + engine.context.rank)
 
 
 @mutant("lora_trains_the_base", "The norms of the base model are trained along with the adapters.")
@@ -134,17 +115,6 @@ def _leave_off(call: Any, engine: Any) -> Any:
     yield
 
 
-@around(Engine.close)
-def _close(call: Any, engine: Any) -> None:
-    vars(engine).get("off", ExitStack()).close()
-    call()
-
-
-off_after_reference = mutant("lora_off_after_reference", "Adapters stay off after the reference model is scored.")(
-    together(_leave_off, _close)
-)
-
-
 @mutant("lora_frozen_after_reference", "The optimizer loses the adapters after the reference model is scored.")
 @around(Engine.without_adapters)
 @contextmanager
@@ -153,13 +123,6 @@ def _frozen_after_reference(call: Any, engine: Any) -> Any:
         yield
     for group in optimizer_of(engine).param_groups:
         group["params"] = []
-
-
-@mutant("lora_copies_the_reference", "A copy of the base is kept for the reference model.")
-@around(PolicyWorkerBase.__init__)
-def _copies_the_reference(call: Any, worker: Any, *args: Any, **options: Any) -> None:
-    call(*args, **options)
-    worker.scoring.reference = SnapshotReference(worker.engine)
 
 
 def _changed_merge(change: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
@@ -176,41 +139,6 @@ def _changed_merge(change: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
     return gather_weights
 
 
-merged_with_the_wrong_sign = mutant("lora_merged_with_the_wrong_sign", "Merging subtracts the adapters.")(
-    _changed_merge(lambda added: -added)
-)
-merged_transposed = mutant("lora_merged_transposed", "Square layers are merged with (B A) transposed.")(
-    _changed_merge(lambda added: added.T if added.ndim == 2 and added.shape[0] == added.shape[1] else added)
-)
-not_merged = mutant("lora_not_merged", "The base model is saved without the adapters.")(
-    _changed_merge(torch.zeros_like)
-)
-
-
-@mutant("lora_adapters_not_saved", "The adapter files contain zeros.")
-@around(Engine.gather_adapters)
-def _adapters_not_saved(call: Any, engine: Any, names: Any) -> Any:
-    return ((name, torch.zeros_like(matrix)) for name, matrix in call(names))
-
-
-@mutant("lora_adapters_in_bfloat16", "Adapters are saved in bfloat16.")
-@around(Engine.gather_adapters)
-def _adapters_in_bfloat16(call: Any, engine: Any, names: Any) -> Any:
-    return ((name, to_bfloat16(matrix)) for name, matrix in call(names))
-
-
-@mutant("lora_misfits_taken", "Adapters that do not fit the model are silently skipped.")
-@around(PolicyWorker.load_adapter)
-def _misfits_taken(call: Any, worker: Any, path: str) -> None:
-    with suppress(DataError):
-        call(path)
-
-
-checkpoint_without_moments = mutant(
-    "lora_checkpoint_without_moments", "Resuming drops the optimizer moments of the adapters."
-)(around(Engine.load_moments)(lambda call, engine, moments: None))
-
-
 @mutant("lora_checkpoint_with_the_base", "Each checkpoint contains the base model too.")
 @around(PolicyWorker.save_checkpoint)
 def _checkpoint_with_the_base(call: Any, worker: Any, weights_path: str, *args: Any, **options: Any) -> None:
@@ -225,3 +153,42 @@ def _checkpoint_with_the_base(call: Any, worker: Any, weights_path: str, *args: 
 def _generates_with_the_base(call: Any, worker: Any, *args: Any, **options: Any) -> Any:
     with worker.engine.without_adapters():
         return call(*args, **options)
+
+
+MUTANTS = (
+    mutant("lora_b_not_zero", "B is initialized randomly, so the initial model differs from its base.")(
+        after(Engine.build, lambda engine: _draw(engine, ".lora_B.", 7))
+    ),
+    mutant("lora_a_by_rank", "Each rank initializes A from a generator of its own.", layout=Layout(data=2))(
+        after(Engine.build, lambda engine: _draw(engine, ".lora_A.", 100 + engine.context.rank))
+    ),
+    mutant("lora_copies_the_reference", "A copy of the base is kept for the reference model.")(
+        after(
+            PolicyWorkerBase.__init__,
+            lambda worker: setattr(worker.scoring, "reference", SnapshotReference(worker.engine)),
+        )
+    ),
+    mutant("lora_adapters_not_saved", "The adapter files contain zeros.")(
+        result(Engine.gather_adapters, lambda adapters: ((name, torch.zeros_like(matrix)) for name, matrix in adapters))
+    ),
+    mutant("lora_adapters_in_bfloat16", "Adapters are saved in bfloat16.")(
+        result(Engine.gather_adapters, lambda adapters: ((name, to_bfloat16(matrix)) for name, matrix in adapters))
+    ),
+    mutant("lora_misfits_taken", "Adapters that do not fit the model are silently skipped.")(
+        in_silence(PolicyWorker.load_adapter, DataError)
+    ),
+    mutant("lora_scale_forgotten", "The adapters' output is not scaled by alpha / rank.")(
+        together(_build_unscaled, _merge_unscaled)
+    ),
+    mutant("lora_off_after_reference", "Adapters stay off after the reference model is scored.")(
+        together(_leave_off, before(Engine.close, lambda engine: vars(engine).get("off", ExitStack()).close()))
+    ),
+    mutant("lora_merged_with_the_wrong_sign", "Merging subtracts the adapters.")(_changed_merge(lambda added: -added)),
+    mutant("lora_merged_transposed", "Square layers are merged with (B A) transposed.")(
+        _changed_merge(lambda added: added.T if added.ndim == 2 and added.shape[0] == added.shape[1] else added)
+    ),
+    mutant("lora_not_merged", "The base model is saved without the adapters.")(_changed_merge(torch.zeros_like)),
+    mutant("lora_checkpoint_without_moments", "Resuming drops the optimizer moments of the adapters.")(
+        around(Engine.load_moments)(lambda call, engine, moments: None)
+    ),
+)

@@ -1,17 +1,23 @@
-"""Violations of contract 2: results depend on how rows are grouped, ordered, padded or sharded."""
+"""Violations of contract 2: results depend on how rows are grouped, ordered, padded or sharded.
+
+Of contract 13: a loss of groups sees parts of them, or their rows in another order.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.interfaces.policy_worker import PolicyWorker
 from rlframework.policy.engine import Engine
+from rlframework.policy.microbatches.on_demand import on_host
 from rlframework.policy.microbatching import Microbatching
 from rlframework.policy.training_step import Training
 from rlframework_conformance.layouts import Layout
-from rlframework_conformance.mutants.mutant import around, mutant
+from rlframework_conformance.mutants.mutant import around, entries, mutant
 from rlframework_conformance.mutants.policy_worker.engine_access import around_microbatch, around_step
 
 DATA = Layout(data=2)
@@ -21,37 +27,6 @@ def scaled(factor: float, result: Any) -> Any:
     """Multiply the loss of the result of a step by `factor`."""
     result.loss = result.loss * factor
     return result
-
-
-@mutant("mean_over_padding", "The loss is averaged over all positions, including padding.")
-@around(Microbatching.global_batch)
-def _mean_over_padding(call: Any, microbatching: Any, *args: Any) -> Any:
-    processed = call(*args)
-    return {**processed, "global_valid_toks": torch.tensor(float(processed["batch"]["input_ids"].numel()))}
-
-
-@mutant("masked_rows_counted", "Rows whose `sample_mask` is 0 count in the denominator.")
-@around(Microbatching.global_batch)
-def _masked_rows_counted(call: Any, microbatching: Any, *args: Any) -> Any:
-    processed = call(*args)
-    toks = processed["batch"]["token_mask"][:, 1:].sum()
-    return {**processed, "global_valid_toks": toks, "global_valid_seqs": torch.tensor(float(processed["batch"].size))}
-
-
-@mutant("local_counts", "Each worker divides by the counts of its own rows.", layout=DATA)
-@around(Microbatching.global_batch)
-def _local_counts(call: Any, microbatching: Any, *args: Any) -> Any:
-    processed = call(*args)
-    batch = processed["batch"]
-    toks = (batch["token_mask"] * batch["sample_mask"][:, None])[:, 1:].sum().clamp(min=1.0)
-    return {**processed, "global_valid_toks": toks, "global_valid_seqs": batch["sample_mask"].sum().clamp(min=1.0)}
-
-
-@mutant("tokens_for_sequences", "The sequence-level loss divides by the number of tokens.")
-@around(Microbatching.global_batch)
-def _tokens_for_sequences(call: Any, microbatching: Any, *args: Any) -> Any:
-    processed = call(*args)
-    return {**processed, "global_valid_seqs": processed["global_valid_toks"]}
 
 
 @mutant("loss_averaged_per_microbatch", "Gradients are averaged over microbatches instead of summed.")
@@ -161,3 +136,81 @@ def _evaluates_the_first_batch(
     if eval_mode:
         result["global_loss"] = result["global_loss"][:1].expand(len(result["global_loss"]))
     return result
+
+
+def _around_split(change: Callable[..., Any]) -> Callable[[Any], Any]:
+    """Decorate `change(call, data, positions, rows, tokens)`, in place of `split` for a loss of groups."""
+
+    @around(Microbatching.split)
+    def split(call: Any, microbatching: Any, data: Any, *how: Any) -> Any:
+        *others, groups = how if len(how) == 4 else (*how, False)
+        return change(call, data, *others) if groups else call(data, *how)
+
+    return split
+
+
+@mutant("groups_divided_by_the_packer", "Rows are assigned to microbatches one by one, whatever their group.")
+@_around_split
+def _groups_divided_by_the_packer(call: Any, data: Any, *how: Any) -> Any:
+    return call(data, *how, False)
+
+
+@mutant("order_within_groups_lost", "The rows of a group are in another order than in the batch.")
+@_around_split
+def _order_within_groups_lost(call: Any, data: Any, *how: Any) -> Any:
+    return call(data.select_indices(range(data.size - 1, -1, -1)), *how, True)
+
+
+@mutant(
+    "group_ids_of_other_rows", "`group_ids` are not sliced with the rows: each microbatch has those of the first rows."
+)
+@_around_split
+def _group_ids_of_other_rows(call: Any, data: Any, *how: Any) -> Any:
+    microbatches = call(data, *how, True)
+    for microbatch in on_host(microbatches):
+        microbatch.data_dict["group_ids"] = data["group_ids"][: len(microbatch.rows)]
+    return microbatches
+
+
+@mutant(
+    "groups_divided_over_ranks",
+    "Rows are assigned to data-parallel ranks in turn, whatever their group.",
+    layout=DATA,
+)
+@around(PolicyWorker.train)
+def _groups_divided_over_ranks(call: Any, worker: Any, data: Any, *args: Any, **options: Any) -> Any:
+    if "group_ids" in data:
+        group = worker.engine.data_parallel_group()
+        whole: BatchedDataDict[Any] = BatchedDataDict(dict(data)).all_gather(group)
+        data = whole.select_indices(range(group.rank(), whole.size, group.size()))
+    return call(data, *args, **options)
+
+
+def _counts_of(batch: Any) -> dict[str, Any]:
+    """Return the counts of the rows of one rank."""
+    toks = (batch["token_mask"] * batch["sample_mask"][:, None])[:, 1:].sum().clamp(min=1.0)
+    return {"global_valid_toks": toks, "global_valid_seqs": batch["sample_mask"].sum().clamp(min=1.0)}
+
+
+def _counted(change: Callable[[Any], dict[str, Any]]) -> Callable[[Any], Any]:
+    """Break the counts that a loss divides by: those of `change(batch)` replace them."""
+    return entries(Microbatching.global_batch, lambda processed: change(processed["batch"]))
+
+
+MUTANTS = (
+    mutant("mean_over_padding", "The loss is averaged over all positions, including padding.")(
+        _counted(lambda batch: {"global_valid_toks": torch.tensor(float(batch["input_ids"].numel()))})
+    ),
+    mutant("masked_rows_counted", "Rows whose `sample_mask` is 0 count in the denominator.")(
+        _counted(lambda batch: _counts_of({**batch, "sample_mask": torch.ones_like(batch["sample_mask"])}))
+    ),
+    mutant("local_counts", "Each worker divides by the counts of its own rows.", layout=DATA)(_counted(_counts_of)),
+    mutant(
+        "groups_counted_by_each_rank",
+        "A loss of groups is divided by the rows of its own rank, not by those of the global batch.",
+        layout=DATA,
+    )(_counted(lambda batch: _counts_of(batch) if "group_ids" in batch else {})),
+    mutant("tokens_for_sequences", "The sequence-level loss divides by the number of tokens.")(
+        entries(Microbatching.global_batch, lambda processed: {"global_valid_seqs": processed["global_valid_toks"]})
+    ),
+)

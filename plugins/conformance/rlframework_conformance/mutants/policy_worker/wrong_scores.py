@@ -1,4 +1,7 @@
-"""The heads `score` and `value`: violations of contracts 2, 3, 5, 8 and 13."""
+"""The heads `score` and `value`, sets of tokens, and tokens that the engine did not sample from the policy.
+
+Violations of contracts 1 to 3, 5, 8, 11 and 13.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,13 @@ import torch.distributed as dist
 
 from rlframework.base.errors import NotSupported
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.interfaces.policy_worker import PolicyWorker
+from rlframework.interfaces.policy_worker import SAMPLED_NOW, PolicyWorker
 from rlframework.policy.engine import Engine
 from rlframework.policy.head.patch import SCORE_WEIGHT, HeadPatch, HeadRequest
-from rlframework_conformance.mutants.mutant import around, mutant
-from rlframework_conformance.mutants.policy_worker.engine_access import around_microbatch, whole_weights
+from rlframework.policy.training_step import Training
+from rlframework_conformance.mutants.mutant import around, before, mutant, result, together
+from rlframework_conformance.mutants.policy_worker.engine_access import around_microbatch, changed_output, whole_weights
+from rlframework_conformance.mutants.policy_worker.parallelism import TENSOR
 from rlframework_conformance.mutants.policy_worker.wrong_grouping import DATA
 
 
@@ -29,12 +34,6 @@ def _score_of_the_padding(call: Any, worker: Any, data: Any, *args: Any, **optio
 def _score_before_the_end(call: Any, worker: Any, data: Any, *args: Any, **options: Any) -> Any:
     earlier = (data["input_lengths"] - 1).clamp(min=1)
     return call(BatchedDataDict({**data, "input_lengths": earlier}), *args, **options)
-
-
-@mutant("scores_in_bfloat16", "Scores are rounded to bfloat16.")
-@around(PolicyWorker.score)
-def _scores_in_bfloat16(call: Any, worker: Any, *args: Any, **options: Any) -> Any:
-    return BatchedDataDict({"scores": call(*args, **options)["scores"].bfloat16().float()})
 
 
 @mutant("scores_made_up", "A language model returns its highest logit as a score.")
@@ -54,12 +53,6 @@ def _values_made_up(
 ) -> Any:
     scored = worker.scoring.score_rows(data, HeadRequest(frozenset({"scores"})), micro_batch_size, positions)
     return BatchedDataDict({"values": scored["scores"]})
-
-
-@mutant("values_after_the_token", "A value is that of the state after its token, not before it.")
-@around(PolicyWorker.get_values)
-def _values_after_the_token(call: Any, worker: Any, *args: Any, **options: Any) -> Any:
-    return BatchedDataDict({"values": call(*args, **options)["values"].roll(-1, 1)})
 
 
 @mutant("trained_values_after_the_token", "A loss gets the value of the state after each token.")
@@ -124,3 +117,76 @@ def _new_head_at_random(call: Any, engine: Any, **how: Any) -> None:
 def _head_left_out_of_checkpoints(call: Any, engine: Any, weights: Any) -> None:
     current = whole_weights(engine)
     call({name: current[name] if name == SCORE_WEIGHT else weights[name] for name in weights})
+
+
+@mutant("bound_after_the_step", "The bound on sampled tokens is looked at after the optimizer step.")
+@around(Training.global_batch)
+def _bound_after_the_step(call: Any, training: Any, *args: Any) -> Any:
+    *others, bound = args
+    if bound is not None:
+        call(*others, None)
+    return call(*args)
+
+
+@around(Engine.forward_backward)
+def _train_pending_again(call: Any, engine: Any, microbatches: Any, *args: Any, forward_only: bool) -> Any:
+    batches = list(microbatches)
+    again = getattr(engine, "pending", False) and not forward_only
+    results = call(batches * 2 if again else batches, *args, forward_only=forward_only)
+    engine.pending = not forward_only
+    return results[: len(batches)]
+
+
+@mutant("all_tokens_are_compared", "Tokens of earlier weights are compared with those that are trained now.")
+@around(Training.train)
+def _all_tokens_are_compared(call: Any, training: Any, data: Any, *args: Any, **options: Any) -> Any:
+    if SAMPLED_NOW in data:
+        data[SAMPLED_NOW] = torch.ones_like(data[SAMPLED_NOW])
+    return call(data, *args, **options)
+
+
+@mutant("set_weights_twice", "The loss gets the weights of sets squared, as where they are applied twice.")
+@around(PolicyWorker.train)
+def _set_weights_twice(call: Any, worker: Any, data: Any, *args: Any, **options: Any) -> Any:
+    if "set_weights" in data:
+        data = BatchedDataDict({**data, "set_weights": data["set_weights"].square()})
+    return call(data, *args, **options)
+
+
+@mutant("sets_of_own_rows", "Tokens of a set are looked up in this rank's rows of the head only.", layout=TENSOR)
+@around(HeadPatch.values)
+def _sets_of_own_rows(call: Any, head: Any, request: Any, rows: Any, weight: Any, bias: Any, targets: Any) -> Any:
+    if request.token_sets is not None:
+        own = (targets >= head.shard.start) & (targets < head.shard.start + head.shard.rows)
+        own[:, 0] = True
+        targets = torch.where(own, targets, head.shard.start)
+    return call(request, rows, weight, bias, targets)
+
+
+@mutant("normalizers_of_the_top", "Normalizers of the most likely tokens are sums over these alone.")
+@around(PolicyWorker.get_topk_logits)
+def _normalizers_of_the_top(call: Any, worker: Any, *args: Any, **options: Any) -> Any:
+    scored = call(*args, **options)
+    return BatchedDataDict({**scored, "topk_normalizers": scored["topk_logits"].logsumexp(-1)})
+
+
+MUTANTS = (
+    mutant("scores_in_bfloat16", "Scores are rounded to bfloat16.")(
+        result(PolicyWorker.score, lambda scored: BatchedDataDict({"scores": scored["scores"].bfloat16().float()}))
+    ),
+    mutant("values_after_the_token", "A value is that of the state after its token, not before it.")(
+        result(PolicyWorker.get_values, lambda scored: BatchedDataDict({"values": scored["values"].roll(-1, 1)}))
+    ),
+    mutant("withheld_gradient_is_kept", "The gradient of a step that was withheld is part of the next.")(
+        together(_train_pending_again, before(Engine.clip_and_step, lambda engine: setattr(engine, "pending", False)))
+    ),
+    mutant("sets_without_gradient", "Only the token of the row has a gradient; those of its set are constants.")(
+        changed_output("set_logprobs", lambda logprobs: logprobs.detach())
+    ),
+    mutant("sets_of_the_position_before", "Log-probabilities of a set are those of the position before it.")(
+        changed_output("set_logprobs", lambda logprobs: logprobs.roll(-1, 0))
+    ),
+    mutant("sets_renormalized", "The tokens of a set are normalized among themselves.")(
+        changed_output("set_logprobs", lambda logprobs: logprobs.log_softmax(-1))
+    ),
+)

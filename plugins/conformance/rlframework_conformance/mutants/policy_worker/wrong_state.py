@@ -1,17 +1,21 @@
-"""Violations of contract 4, read-only operations that change state, and of contract 2 in offloading and onloading."""
+"""Silent failures, and operations that change state: violations of contracts 2 (offloading), 4, 7 and 8."""
 
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
+from pydantic import BaseModel, ConfigDict
 
+from rlframework.base.errors import UserError
 from rlframework.interfaces.policy_worker import PolicyWorker
 from rlframework.policy.engine import Engine
 from rlframework.policy.scoring import SnapshotReference
+from rlframework.policy.training_step import Training
 from rlframework_conformance.measure import MutantNotApplicable
-from rlframework_conformance.mutants.mutant import around, mutant
+from rlframework_conformance.mutants.mutant import after, around, before, mutant, together
 from rlframework_conformance.mutants.policy_worker.engine_access import change_weights, optimizer_of, to_bfloat16
 
 
@@ -34,14 +38,6 @@ def _evaluation_moves_the_schedule(
     return result
 
 
-@mutant("scoring_rounds_weights", "Scoring rounds the weights to bfloat16.")
-@around(PolicyWorker.get_logprobs)
-def _scoring_rounds_weights(call: Any, worker: Any, *args: Any, **options: Any) -> Any:
-    scored = call(*args, **options)
-    change_weights(worker.engine, to_bfloat16)
-    return scored
-
-
 @mutant("scores_from_a_cache", "Scoring returns cached log-probabilities from before the last step.")
 @around(PolicyWorker.get_logprobs)
 def _scores_from_a_cache(call: Any, worker: Any, *args: Any, **options: Any) -> Any:
@@ -58,30 +54,10 @@ def _data_changed_in_place(call: Any, worker: Any, data: Any, *args: Any, **opti
     return result
 
 
-@mutant("reference_follows", "The reference model is updated at each step.")
-@around(PolicyWorker.train)
-def _reference_follows(call: Any, worker: Any, *args: Any, **options: Any) -> Any:
-    result = call(*args, **options)
-    worker.scoring.reference = SnapshotReference(worker.engine)
-    return result
-
-
-reference_never_moves = mutant("reference_never_moves", "`sync_reference` does nothing.")(
-    around(PolicyWorker.sync_reference)(lambda call, worker, alpha: None)
-)
-
-
 @mutant("reference_keeps_the_share_of_the_policy", "`sync_reference` mixes with alpha and 1 - alpha swapped.")
 @around(Engine.mix)
 def _reference_keeps_the_share(call: Any, engine: Any, snapshot: Any, other: Any, alpha: float) -> None:
     call(snapshot, other, 1 - alpha if alpha < 1 else alpha)
-
-
-@mutant("policy_moves_with_the_reference", "`sync_reference` leaves the mixed weights in the policy.")
-@around(PolicyWorker.sync_reference)
-def _policy_moves_with_the_reference(call: Any, worker: Any, alpha: float) -> None:
-    call(alpha)
-    worker.engine.restore(worker.scoring.reference.weights)
 
 
 @mutant(
@@ -106,21 +82,6 @@ def _swap_forgets_moments(call: Any, worker: Any) -> Any:
     optimizer_of(worker.engine).state.clear()
 
 
-@mutant("reseeds", "The engine seeds the process-wide random state.")
-@around(Engine.build)
-def _reseeds(call: Any, engine: Any, **how: Any) -> None:
-    torch.manual_seed(0)
-    call(**how)
-
-
-@mutant("preparing_rounds_weights", "`prepare_for_training` rounds the weights to bfloat16.")
-@around(PolicyWorker.prepare_for_training)
-def _preparing_rounds_weights(call: Any, worker: Any, *args: Any, **options: Any) -> Any:
-    moved = call(*args, **options)
-    change_weights(worker.engine, to_bfloat16)
-    return moved
-
-
 @mutant(
     "reference_at_temperature_one", "The reference is scored at temperature 1, the policy at the sampling temperature."
 )
@@ -134,14 +95,6 @@ def _reference_at_temperature_one(call: Any, worker: Any) -> Any:
             yield
         finally:
             worker.scoring.temperature = configured
-
-
-@mutant("moments_left_behind", "The optimizer's state is not onloaded again.")
-@around(PolicyWorker.offload_after_refit)
-def _moments_left_behind(call: Any, worker: Any) -> Any:
-    moved = call()
-    optimizer_of(worker.engine).state.clear()
-    return moved
 
 
 @mutant("weights_of_before_come_back", "Onloading restores the copy made by the first offload.")
@@ -178,3 +131,107 @@ def _evaluation_wants_an_optimizer(call: Any, worker: Any, *args: Any, **options
     except MutantNotApplicable as error:
         raise AttributeError("optimizer") from error
     return call(*args, **options)
+
+
+@mutant("failures_swallowed", "An exception in a training step is swallowed, and training continues.")
+@around(PolicyWorker.train)
+def _failures_swallowed(call: Any, worker: Any, *args: Any, **options: Any) -> Any:
+    try:
+        return call(*args, **options)
+    except RuntimeError:
+        return {"global_loss": torch.zeros(1), "grad_norm": torch.zeros(1), "metrics": {}, "skipped": 0}
+
+
+@mutant("shutdown_fails", "The engine fails to release its resources at shutdown.")
+@around(PolicyWorker.shutdown)
+def _shutdown_fails(call: Any, worker: Any) -> None:
+    call()
+    raise RuntimeError("resources were not released")
+
+
+_BUILT_BEFORE: list[bool] = []
+
+
+@mutant("state_left_behind", "A second model uses state that the first one left in the engine's globals.")
+@around(Engine.build)
+def _state_left_behind(call: Any, engine: Any, **how: Any) -> None:
+    call(**how)
+    if _BUILT_BEFORE:
+        change_weights(engine, lambda weight: 0.9 * weight)
+    _BUILT_BEFORE.append(True)
+
+
+@mutant("input_not_checked", "The worker does not validate its input.")
+@around(PolicyWorker.train)
+def _input_not_checked(call: Any, worker: Any, *args: Any, **options: Any) -> Any:
+    try:
+        return call(*args, **options)
+    except UserError as error:
+        raise RuntimeError(f"internal error: {error}") from error
+
+
+@mutant("rest_of_rows_dropped", "Rows beyond the last whole global batch are dropped.")
+@around(Training.global_batches)
+def _rest_of_rows_dropped(call: Any, training: Any, data: Any, global_batch_size: int) -> Any:
+    local = global_batch_size // training.engine.data_parallel_size()
+    return call(data.slice(0, data.size // local * local), global_batch_size)
+
+
+@around(Engine.build)
+def _build_anything(call: Any, engine: Any, **how: Any) -> None:
+    try:
+        call(**how)
+    except UserError:
+        engine.model = torch.nn.Linear(1, 1)
+
+
+class _AnySection(BaseModel):
+    """A section that accepts any keys."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+MUTANTS = (
+    mutant("scoring_rounds_weights", "Scoring rounds the weights to bfloat16.")(
+        after(PolicyWorker.get_logprobs, lambda worker: change_weights(worker.engine, to_bfloat16))
+    ),
+    mutant("reference_follows", "The reference model is updated at each step.")(
+        after(PolicyWorker.train, lambda worker: setattr(worker.scoring, "reference", SnapshotReference(worker.engine)))
+    ),
+    mutant("policy_moves_with_the_reference", "`sync_reference` leaves the mixed weights in the policy.")(
+        after(PolicyWorker.sync_reference, lambda worker: worker.engine.restore(worker.scoring.reference.weights))
+    ),
+    mutant("reseeds", "The engine seeds the process-wide random state.")(
+        before(Engine.build, lambda engine: torch.manual_seed(0))
+    ),
+    mutant("preparing_rounds_weights", "`prepare_for_training` rounds the weights to bfloat16.")(
+        after(PolicyWorker.prepare_for_training, lambda worker: change_weights(worker.engine, to_bfloat16))
+    ),
+    mutant("moments_left_behind", "The optimizer's state is not onloaded again.")(
+        after(PolicyWorker.offload_after_refit, lambda worker: optimizer_of(worker.engine).state.clear())
+    ),
+    mutant("reference_never_moves", "`sync_reference` does nothing.")(
+        around(PolicyWorker.sync_reference)(lambda call, worker, alpha: None)
+    ),
+    mutant("undeclared_ignored", "An unsupported call silently does nothing.")(
+        together(
+            around(PolicyWorker.save_checkpoint, PolicyWorker.score, PolicyWorker.save_adapter)(
+                lambda call, worker, *args, **options: None
+            ),
+            around(PolicyWorker.prepare_weights_for_ipc)(lambda call, worker: ([], 0.0)),
+            around(PolicyWorker.prepare_info_for_collective)(lambda call, worker: {}),
+        )
+    ),
+    mutant("fresh_weights", "Weights that cannot be loaded are replaced by random ones.")(
+        together(
+            _build_anything,
+            around(Engine.snapshot)(lambda call, engine: {}),
+            around(Engine.close)(lambda call, engine: None),
+        )
+    ),
+    mutant(
+        "unknown_keys_taken",
+        "The backend's own section accepts unknown keys.",
+        break_record=lambda record: replace(record, config_model=_AnySection),
+    )(together()),
+)

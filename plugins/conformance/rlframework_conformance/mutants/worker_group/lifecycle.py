@@ -12,21 +12,28 @@ from typing import Any
 from rlframework.base.errors import RLFrameworkError, WorkerError
 from rlframework.config.sections import DeadlinesConfig
 from rlframework.interfaces.worker_group import WorkerContext, WorkerGroup
-from rlframework_conformance.mutants.mutant import around, mutant
+from rlframework_conformance.mutants.mutant import around, mutant, result
 from rlframework_conformance.mutants.worker_group import TWO
 from rlframework_conformance.probe_worker import ProbeWorker
 
 
+def _specs(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Break the start: workers are started as `change(spec)` says."""
+    return around(WorkerGroup.__init__)(
+        lambda start, _, spec, config, **keywords: start(change(spec), config, **keywords)
+    )
+
+
 def _launching(worker: type[ProbeWorker], **kwargs: Any) -> Callable[[Any], Any]:
     """Break the start: launch `worker`, a class of this module, with `kwargs` instead of the suite's `ProbeWorker`."""
-
-    @around(WorkerGroup.__init__)
-    def start(sound: Any, _: Any, spec: Any, config: Any, **keywords: Any) -> None:
-        if spec.target.endswith(":ProbeWorker"):
-            spec = replace(spec, target=f"{__name__}:{worker.__name__}", kwargs={**spec.kwargs, **kwargs})
-        sound(spec, config, **keywords)
-
-    return start
+    target = f"{__name__}:{worker.__name__}"
+    return _specs(
+        lambda spec: (
+            replace(spec, target=target, kwargs={**spec.kwargs, **kwargs})
+            if spec.target.endswith(":ProbeWorker")
+            else spec
+        )
+    )
 
 
 def _default_deadlines(config: Any) -> Any:
@@ -60,9 +67,43 @@ class SharedMemory(ProbeWorker):
         return total
 
 
-_one_memory_for_all_workers = mutant(
-    "one_memory_for_all_workers", "A worker's writes to a large argument are visible to the other workers.", layout=TWO
-)(_launching(SharedMemory))
+MUTANTS = (
+    mutant(
+        "one_memory_for_all_workers",
+        "A worker's writes to a large argument are visible to the other workers.",
+        layout=TWO,
+    )(_launching(SharedMemory)),
+    mutant("always_rank_0", "Every worker believes that it is rank 0.", layout=TWO)(
+        _launching(WrongContext, wrong={"rank": 0})
+    ),
+    mutant("world_of_one", "Every worker believes that the world size is 1.", layout=TWO)(
+        _launching(WrongContext, wrong={"world_size": 1})
+    ),
+    mutant("wrong_device", "Workers are assigned the wrong device.")(
+        _launching(WrongContext, wrong={"device": "meta"})
+    ),
+    mutant("no_port", "No port is reserved for the process group.", layout=TWO)(
+        _launching(WrongContext, wrong={"master_port": 0})
+    ),
+    mutant("addresses_differ", "Each worker gets a different address for the process group.", layout=TWO)(
+        _launching(OwnAddress)
+    ),
+    mutant("constructor_arguments_lost", "Workers are constructed without their arguments.")(
+        _specs(lambda spec: _without(spec, "word"))
+    ),
+    mutant("plugins_not_compared", "Workers do not compare their plugins with the driver's.", layout=TWO)(
+        _specs(lambda spec: replace(spec, fingerprint=None))
+    ),
+    mutant("one_process_for_all", "All workers run in one process.", layout=TWO)(
+        result(
+            WorkerGroup.get_all_worker_results,
+            lambda results: [one | {"pid": results[0]["pid"]} if isinstance(one, dict) else one for one in results],
+        )
+    ),
+    mutant("always_in_peace", "Shutdown always reports success.", layout=TWO)(
+        result(WorkerGroup.shutdown, lambda _: True)
+    ),
+)
 
 
 @mutant("deadlines_ignored", "The configured deadlines are ignored.", layout=TWO)
@@ -71,41 +112,9 @@ def _deadlines_ignored(start: Any, _: Any, spec: Any, config: Any, **keywords: A
     start(spec, _default_deadlines(config), **keywords)
 
 
-_always_rank_0 = mutant("always_rank_0", "Every worker believes that it is rank 0.", layout=TWO)(
-    _launching(WrongContext, wrong={"rank": 0})
-)
-_world_of_one = mutant("world_of_one", "Every worker believes that the world size is 1.", layout=TWO)(
-    _launching(WrongContext, wrong={"world_size": 1})
-)
-_wrong_device = mutant("wrong_device", "Workers are assigned the wrong device.")(
-    _launching(WrongContext, wrong={"device": "meta"})
-)
-_addresses_differ = mutant(
-    "addresses_differ", "Each worker gets a different address for the process group.", layout=TWO
-)(_launching(OwnAddress))
-
-
-@mutant("constructor_arguments_lost", "Workers are constructed without their arguments.")
-@around(WorkerGroup.__init__)
-def _constructor_arguments_lost(start: Any, _: Any, spec: Any, config: Any, **keywords: Any) -> None:
-    start(_without(spec, "word"), config, **keywords)
-
-
 def _without(spec: Any, *names: str) -> Any:
     """Return `spec` without the arguments `names` of the constructor."""
     return replace(spec, kwargs={name: value for name, value in spec.kwargs.items() if name not in names})
-
-
-_no_port = mutant("no_port", "No port is reserved for the process group.", layout=TWO)(
-    _launching(WrongContext, wrong={"master_port": 0})
-)
-
-
-@mutant("one_process_for_all", "All workers run in one process.", layout=TWO)
-@around(WorkerGroup.get_all_worker_results)
-def _one_process_for_all(wait: Any, _: Any, future: Any) -> Any:
-    results = wait(future)
-    return [one | {"pid": results[0]["pid"]} if isinstance(one, dict) else one for one in results]
 
 
 @mutant("failed_start_tried_again", "A failed start is repeated without the argument that made it fail.")
@@ -124,12 +133,6 @@ def _start_errors_lose_their_class(start: Any, _: Any, *args: Any, **keywords: A
         start(*args, **keywords)
     except RLFrameworkError as error:
         raise WorkerError(str(error)) from error
-
-
-@mutant("plugins_not_compared", "Workers do not compare their plugins with the driver's.", layout=TWO)
-@around(WorkerGroup.__init__)
-def _plugins_not_compared(start: Any, _: Any, spec: Any, config: Any, **keywords: Any) -> None:
-    start(replace(spec, fingerprint=None), config, **keywords)
 
 
 @mutant("left_after_a_failure", "Processes are left running after a failed call or start.", layout=TWO)
@@ -169,13 +172,6 @@ def _second_shutdown_raises(shutdown: Any, group: Any, *args: Any, **keywords: A
         raise WorkerError("the group is already shut down")
     group.shut_down_once = True
     return shutdown(*args, **keywords)
-
-
-@mutant("always_in_peace", "Shutdown always reports success.", layout=TWO)
-@around(WorkerGroup.shutdown)
-def _always_in_peace(shutdown: Any, _: Any, *args: Any, **keywords: Any) -> bool:
-    shutdown(*args, **keywords)
-    return True
 
 
 @mutant("shutdown_waits", "Shutdown ignores its timeout.", layout=TWO)

@@ -1,8 +1,8 @@
 """Requirements on data processors: global batches with the counts losses divide by, and microbatches for the model.
 
 The specification is `rlframework.interfaces.data_processor`. Every expectation is computed row by row in plain Python
-(`rows`), never by index arithmetic on tensors. Not covered: images, and the dummy microbatches a worker adds so that
-all ranks run the same number of forwards.
+(`processor_harness`), never by index arithmetic on tensors. Not covered: images, and the dummy microbatches a worker
+adds so that all ranks run the same number of forwards.
 """
 
 from __future__ import annotations

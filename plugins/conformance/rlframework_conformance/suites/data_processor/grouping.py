@@ -14,12 +14,12 @@ from rlframework.base.errors import BatchError
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.interfaces.data_processor import BatchPlan, Microbatch
 from rlframework_conformance.rules import Suite, holds
-from rlframework_conformance.suites.data_processor.processor_harness import ProcessorHarness
-from rlframework_conformance.suites.data_processor.rows import (
+from rlframework_conformance.suites.data_processor.processor_harness import (
     DYNAMIC,
     PACKED,
     PADDED,
     PLANS,
+    ProcessorHarness,
     batch_of,
     lengths_of,
     ragged_batches,

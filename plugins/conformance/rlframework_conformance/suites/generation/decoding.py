@@ -6,14 +6,11 @@ Prompts with images are completed with their own, by the image encoder of the we
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlframework.base.files import replacing_directory
-from rlframework.huggingface.model_directories import quiet_transformers
 from rlframework.interfaces.generation import GenerationRequest, GenerationResult, SamplingParams
 from rlframework.plugins.types import Capability, GenerationEngineRecord
 from rlframework_conformance import cases
@@ -47,7 +44,7 @@ class Decoding(Suite):
 
         Tested with learned positions, because rotary positions are relative and hide the error.
         """
-        path = _learned_positions(harness)
+        path = cases.model("learned_positions", harness.models)
         results = harness.complete(harness.engine(path=path), PROMPTS, max_new_tokens=10, temperature=0.0)
         harness.require_greedy("learned positions", PROMPTS, results, harness.plain(path))
 
@@ -153,24 +150,6 @@ def _shares_of(harness: GenerationHarness, count: int) -> dict[tuple[int, ...], 
     """Return the renormalized probabilities of the `count` most likely tokens after `SPREAD` at temperature 2."""
     best, tokens = harness.plain().next(SPREAD, 2.0).exp().topk(count)
     return {(token,): share for token, share in zip(tokens.tolist(), (best / best.sum()).tolist(), strict=True)}
-
-
-def _learned_positions(harness: GenerationHarness) -> Path:
-    """Return the directory of a 2-layer GPT-2."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    path = harness.models / "generation_learned_positions"
-    if not path.exists():
-        sizes: dict[str, Any] = {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 64}
-        ends: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
-        config = GPT2Config(vocab_size=len(harness.tokenizer), **sizes, **ends, initializer_range=0.3)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            model = GPT2LMHeadModel(config)
-        with replacing_directory(path) as folder, quiet_transformers():
-            model.save_pretrained(folder)
-            harness.tokenizer.save_pretrained(folder)
-    return path
 
 
 _GRIDS: Sequence[Sequence[tuple[int, int]]] = (((4, 4),), ((4, 4),), ((2, 4), (4, 6)), ())

@@ -20,6 +20,7 @@ from rlframework.interfaces.generation import GenerationRequest, GenerationResul
 from rlframework.plugins.types import Capability
 from rlframework_conformance import cases
 from rlframework_conformance.harness import Harness
+from rlframework_conformance.policies import read_weights
 from rlframework_conformance.suites.plain_decoding import PlainDecoder, pearson
 
 ALPHABET = "0123456789+= "
@@ -86,10 +87,7 @@ class GenerationHarness(Harness):
 
     def weights(self, path: Path | None = None) -> dict[str, Tensor]:
         """Return the weights under the names that `save_pretrained` writes."""
-        from safetensors.torch import load_file
-
-        saved = load_file((path or self.path()) / "model.safetensors")
-        return {name: tensor.to(self.device) for name, tensor in saved.items()}
+        return {name: tensor.to(self.device) for name, tensor in read_weights(path or self.path()).items()}
 
     # -- engines -------------------------------------------------------------------------------------------------------
 

@@ -33,27 +33,17 @@ class Refits(Suite):
 
     @holds(6, Capability.IPC_REFIT)
     def test_weights_come_through_handles(self, harness: GenerationHarness) -> None:
-        """Each update through IPC handles must deliver new weights, one group per weight."""
-        engine, sender = harness.bare_engine(), _Sender(harness)
-        for version, seed in enumerate((0, 1, 0)):
-            _require_no_error(harness, sender.send(engine, seed, version), f"update {version}")
-            _require_report(harness, engine.finish_weight_update(), seed, version)
-            samples_with(harness, f"update {version} through handles", engine, harness.plain(harness.path(seed)))
+        """Each update through IPC handles must deliver new weights, one group per weight.
 
-    @holds(6, Capability.IPC_REFIT)
-    def test_weights_come_into_memory_that_the_engine_offers(self, harness: GenerationHarness) -> None:
-        """An update must work through memory that the engine offers, if it offers any."""
-        engine, sender = harness.bare_engine(), _Sender(harness)
-        for version, seed in enumerate((0, 1, 0)):
-            sent = sender.send(engine, seed, version, offered=True)
-            _require_no_error(harness, sent, f"update {version} into offered memory")
-            _require_report(harness, engine.finish_weight_update(), seed, version)
-            plain = harness.plain(harness.path(seed))
-            samples_with(harness, f"update {version} into offered memory", engine, plain)
-        raised = list(sender.send(engine, 1, 4, damage=_NAME, offered=True))
-        harness.require(
-            raised and _NAME in raised[0], "a flipped bit in offered memory must be reported by name", got=raised
-        )
+        They are in memory of the sender, or in what the engine offers, if it offers any.
+        """
+        for offered in (False, True):
+            engine, sender, place = harness.bare_engine(), _Sender(harness), "offered" if offered else "own"
+            for version, seed in enumerate((0, 1, 0)):
+                what = f"update {version} through handles of {place} memory"
+                _require_no_error(harness, sender.send(engine, seed, version, offered=offered), what)
+                _require_report(harness, engine.finish_weight_update(), seed, version)
+                samples_with(harness, what, engine, harness.plain(harness.path(seed)))
 
     @holds(6, Capability.COLLECTIVE_REFIT)
     def test_weights_come_over_a_process_group(self, harness: GenerationHarness) -> None:
@@ -88,16 +78,17 @@ class Refits(Suite):
     def test_damage_on_the_way_is_reported_by_name(self, harness: GenerationHarness) -> None:
         """A damaged weight must raise an error that names it, and nothing is served until a complete update."""
         engine, sender = harness.engine(), _Sender(harness)
-        raised = list(sender.send(engine, 1, 2, damage=_NAME))
-        harness.require(
-            raised and _NAME in raised[0], "a weight with a flipped bit must be rejected by name", got=raised
-        )
-        _require_not_ready(harness, engine)
-        engine.abort(["0"])
-        engine.poll(0.0)
-        _require_no_error(harness, sender.send(engine, 1, 3), "a sound transfer after it")
-        engine.finish_weight_update()
-        samples_with(harness, "a sound transfer after damage", engine, harness.plain(harness.path(1)))
+        for version, offered in ((2, False), (4, True)):
+            raised = list(sender.send(engine, 1, version, damage=_NAME, offered=offered))
+            harness.require(
+                raised and _NAME in raised[0], "a weight with a flipped bit must be rejected by name", got=raised
+            )
+            _require_not_ready(harness, engine)
+            engine.abort(["0"])
+            engine.poll(0.0)
+            _require_no_error(harness, sender.send(engine, 1, version + 1), "a sound transfer after it")
+            engine.finish_weight_update()
+            samples_with(harness, "a sound transfer after damage", engine, harness.plain(harness.path(1)))
 
 
 class _Sender:

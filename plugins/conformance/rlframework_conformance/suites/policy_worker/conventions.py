@@ -24,15 +24,6 @@ class Conventions(Suite):
             harness.values(f"log-probabilities, {model} head", got, harness.oracle(model).logprobs(data))
 
     @holds(1)
-    def test_first_position_and_padding_are_zero(self, harness: PolicyHarness) -> None:
-        """Log-probabilities must be 0 at the first token and at padding, whatever token id the padding has."""
-        data = harness.batch()
-        got = harness.policy().get_logprobs(data)["logprobs"]
-        harness.exact("log-probability of the first token", got[:, 0], torch.zeros(data.size))
-        padding = torch.arange(got.shape[1]) >= data["input_lengths"][:, None]
-        harness.exact("log-probability at padding", got[padding], torch.zeros(int(padding.sum())))
-
-    @holds(1)
     def test_results_are_fp32_on_the_cpu(self, harness: PolicyHarness) -> None:
         """Results must be fp32 tensors on the CPU, where callers combine them with their own."""
         data = harness.batch()
@@ -48,22 +39,15 @@ class Conventions(Suite):
     @holds(1)
     def test_results_come_in_the_order_of_the_rows(self, harness: PolicyHarness) -> None:
         """Results must be in the order of the rows, for rows of mixed lengths in several microbatches and for a
-        permutation.
+        permutation, in every batching mode.
         """
-        data = harness.batch(11)
-        policy = harness.policy(batching={"mode": "auto", "tokens": 32})
+        data, right = harness.batch(11), harness.oracle().logprobs(harness.batch(11))
         order = torch.tensor([7, 2, 9, 0, 10, 4, 1, 8, 3, 6, 5])
-        right = harness.oracle().logprobs(data)
-        harness.values("log-probabilities", policy.get_logprobs(data)["logprobs"], right)
-        permuted = policy.get_logprobs(data.select_indices(order))["logprobs"]
-        harness.values("log-probabilities of permuted rows", permuted, right[order])
-
-    @holds(1, Capability.PACKING)
-    def test_packed_results_come_in_the_order_of_the_rows(self, harness: PolicyHarness) -> None:
-        """Results of packed batches must be in the order of the rows, however rows were packed."""
-        data = harness.batch(11)
-        got = harness.policy(batching={"mode": "packed", "tokens": 28}).get_logprobs(data)["logprobs"]
-        harness.values("log-probabilities, packed", got, harness.oracle().logprobs(data))
+        for batching in harness.batchings(32):
+            policy, mode = harness.policy(batching=batching), batching["mode"]
+            harness.values(f"log-probabilities, {mode}", policy.get_logprobs(data)["logprobs"], right)
+            permuted = policy.get_logprobs(data.select_indices(order))["logprobs"]
+            harness.values(f"log-probabilities of permuted rows, {mode}", permuted, right[order])
 
     @holds(1)
     def test_a_batch_may_have_any_number_of_rows_when_scored(self, harness: PolicyHarness) -> None:

@@ -49,9 +49,6 @@ class Grouping(Suite):
         data = harness.batch()
         order = torch.argsort(data["input_lengths"], descending=True, stable=True)
         harness.first_step(data.select_indices(order), "sorted rows")
-        right = harness.oracle().step(data, "pg")
-        result = harness.policy().train(data.select_indices(order), loss_function("pg"))
-        harness.scalar("loss, sorted rows and not", result["loss"], right.loss)
 
     @holds(2)
     def test_padding_changes_nothing(self, harness: PolicyHarness) -> None:
@@ -117,16 +114,6 @@ class Grouping(Suite):
                 given: BatchedDataDict[Any] = BatchedDataDict({**data, "token_mask": mask})
                 harness.first_step(given, f"{what} of each row, {mode}", batching={"mode": mode, "tokens": 30})
 
-    @holds(2)
-    def test_counts_are_of_the_whole_global_batch(self, harness: PolicyHarness) -> None:
-        """`global_valid_seqs` and `global_valid_toks` must count the whole global batch over all workers."""
-        data = harness.batch()
-        result = harness.policy().train(data, loss_function("nll"))
-        rows = [row for row in range(data.size) if data["sample_mask"][row]]
-        tokens = sum(int(value) for row in rows for value in data["token_mask"][row][1:])
-        harness.equal("global_valid_seqs", result["global_valid_seqs"], len(rows))
-        harness.equal("global_valid_toks", result["global_valid_toks"], tokens)
-
     @holds(2, data_parallel=2)
     def test_workers_with_unequal_work_agree(self, harness: PolicyHarness) -> None:
         """Workers with unequal work must run the same number of forwards and agree on the sums.
@@ -142,21 +129,10 @@ class Grouping(Suite):
             harness.first_step(data, f"unequal work, {mode}", batching=batching, train_micro_batch_size=1)
 
     @holds(2)
-    def test_several_global_batches_are_several_steps(self, harness: PolicyHarness) -> None:
-        """24 rows with a global batch size of 8 must be three optimizer steps, in the order of the rows."""
-        batches = [harness.batch(seed=seed) for seed in range(3)]
-        policy, oracle = harness.policy(), harness.oracle()
-        result = policy.train(BatchedDataDict.from_batches(batches), loss_function("pg"))
-        steps = [oracle.step(data, "pg") for data in batches]
-        harness.values("losses", result["global_loss"], torch.tensor([step.loss for step in steps]))
-        harness.values("gradient norms", result["grad_norm"], torch.tensor([step.grad_norm for step in steps]))
-        harness.tensors("weights after three steps", harness.weights(policy), oracle.weights(), 1e-5, 2e-4)
-
-    @holds(2)
     def test_metrics_are_of_the_whole_global_batch(self, harness: PolicyHarness) -> None:
         """Metrics must cover the global batch: sums over microbatches and workers, extremes for `_min` and `_max`.
 
-        Several global batches give the mean of their metrics.
+        Several global batches give the mean of their metrics, and the sums of their valid rows and tokens.
         """
         policy, batches = harness.policy(), [harness.batch(seed=seed) for seed in range(2)]
         rows = [valid_advantages(data) for data in batches]
@@ -174,10 +150,15 @@ class Grouping(Suite):
                     f"metric_max, {what}", metrics["advantage_max"], max(float(r.max()) for r in rows[:count])
                 )
                 harness.equal(f"valid tokens, {what}", result["global_valid_toks"], sum(len(r) for r in rows[:count]))
+                valid = sum(int(data["sample_mask"].sum()) for data in batches[:count])
+                harness.equal(f"valid rows, {what}", result["global_valid_seqs"], valid)
 
     @holds(2)
     def test_sizes_may_be_given_with_the_call(self, harness: PolicyHarness) -> None:
-        """`gbs`, `mbs` and `micro_batch_size` given with a call must override the configuration."""
+        """`gbs`, `mbs` and `micro_batch_size` given with a call must override the configuration.
+
+        Several global batches are several optimizer steps, in the order of the rows.
+        """
         policy, oracle, data = harness.policy(), harness.oracle(), harness.batch()
         right = oracle.logprobs(data)
         for size in (1, 5):
@@ -185,9 +166,8 @@ class Grouping(Suite):
             harness.values(f"log-probabilities in microbatches of {size}", got, right)
         result = policy.train(data, loss_function("pg"), gbs=4, mbs=1)
         steps = [oracle.step(data.slice(start, start + 4), "pg") for start in (0, 4)]
-        harness.values(
-            "losses of two global batches of 4", result["global_loss"], torch.tensor([s.loss for s in steps])
-        )
+        harness.values("losses of two global batches", result["global_loss"], torch.tensor([s.loss for s in steps]))
+        harness.values("gradient norms", result["grad_norm"], torch.tensor([s.grad_norm for s in steps]))
 
     @holds(2)
     def test_several_global_batches_are_evaluated_one_by_one(self, harness: PolicyHarness) -> None:
@@ -215,19 +195,11 @@ class GroupedRows(Suite):
     """A step of a loss with `needs_groups` on pairs of rows: its value depends on whole groups and on their order."""
 
     @holds(13)
-    def test_groups_share_a_padded_microbatch(self, harness: PolicyHarness) -> None:
-        """Padded microbatches of three or eight rows must have whole groups; the first has room for the largest."""
-        for rows in (3, 8):
-            harness.first_step(_batch(harness), f"pairs in {rows} rows", kind="pairs", train_micro_batch_size=rows)
+    def test_groups_share_a_microbatch(self, harness: PolicyHarness) -> None:
+        """Microbatches must have whole groups in every batching mode.
 
-    @holds(13, Capability.DYNAMIC_BATCHING)
-    def test_groups_share_a_dynamic_microbatch(self, harness: PolicyHarness) -> None:
-        """Dynamic microbatches must have whole groups; 48 tokens have room for three rows of full width, padded."""
-        batching = {"mode": "dynamic", "tokens": 48}
-        harness.first_step(_batch(harness), "pairs, dynamic", kind="pairs", batching=batching)
-
-    @holds(13, Capability.PACKING)
-    def test_groups_share_a_packed_microbatch(self, harness: PolicyHarness) -> None:
-        """Packed microbatches must have whole groups."""
-        batching = {"mode": "packed", "tokens": 48}
-        harness.first_step(_batch(harness), "pairs, packed", kind="pairs", batching=batching)
+        Three padded rows, or 48 tokens with padding, have room for the largest group and nothing else.
+        """
+        for batching in harness.batchings(48):
+            harness.first_step(_batch(harness), f"pairs, {batching['mode']}", kind="pairs", batching=batching)
+        harness.first_step(_batch(harness), "pairs in 8 rows", kind="pairs", train_micro_batch_size=8)

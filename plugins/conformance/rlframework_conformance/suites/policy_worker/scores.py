@@ -21,21 +21,13 @@ class Scores(Suite):
 
     @holds(3, Capability.SCORING)
     def test_scores_are_those_of_the_last_tokens(self, harness: PolicyHarness) -> None:
-        """The score must be read at each row's last real token; padding with a regular token must not be mistaken for
-        it.
+        """The score must be read at each row's last real token, in every batching mode and size of microbatches.
+
+        Padding with a regular token must not be mistaken for it, and a packed row has several last tokens.
         """
-        self._scored(harness, "padded")
-
-    @holds(2, Capability.SCORING)
-    def test_scores_do_not_hang_on_the_grouping(self, harness: PolicyHarness) -> None:
-        """Scores must not depend on how rows are grouped into microbatches."""
+        for batching in harness.batchings(30):
+            self._scored(harness, batching["mode"], batching=batching)
         self._scored(harness, "one at a time", micro_batch_size=1)
-        self._scored(harness, "as preferred", batching={"mode": "auto", "tokens": 30})
-
-    @holds(2, Capability.SCORING, Capability.PACKING)
-    def test_scores_of_packed_rows_are_the_same(self, harness: PolicyHarness) -> None:
-        """Packed rows must get the same scores as padded ones, with several last tokens in one row."""
-        self._scored(harness, "packed", batching={"mode": "packed", "tokens": 30})
 
     @holds(8, Capability.SCORING)
     def test_a_head_does_what_it_is_for_only(self, harness: PolicyHarness) -> None:
@@ -70,26 +62,17 @@ class Scores(Suite):
         harness.values("values", got, right)
 
     @holds(3, Capability.SCORING)
-    def test_the_head_of_scores_is_trained(self, harness: PolicyHarness) -> None:
-        """Loss and gradient of scores at last tokens must be the oracle's; masked rows and token masks do not count."""
-        self._first_step(harness, "scores", "padded", train_micro_batch_size=3)
+    def test_heads_are_trained(self, harness: PolicyHarness) -> None:
+        """Loss and gradient of scores at last tokens, and of values at the tokens of a loss, must be the oracle's.
 
-    @holds(3, Capability.SCORING)
-    def test_the_head_of_values_is_trained(self, harness: PolicyHarness) -> None:
-        """Loss and gradient of values at the tokens of a loss must be the oracle's."""
-        self._first_step(harness, "values", "padded", train_micro_batch_size=3)
-
-    @holds(13, Capability.SCORING, Capability.DYNAMIC_BATCHING)
-    def test_heads_are_trained_on_dynamic_rows(self, harness: PolicyHarness) -> None:
-        """The same in dynamic microbatches, for scores in groups."""
-        for kind in ("score_pairs", "values"):
-            self._first_step(harness, kind, "dynamic", batching={"mode": "dynamic", "tokens": 48})
-
-    @holds(13, Capability.SCORING, Capability.PACKING)
-    def test_heads_are_trained_on_packed_rows(self, harness: PolicyHarness) -> None:
-        """The same in packed microbatches, with several last tokens in one row."""
-        for kind in ("score_pairs", "values"):
-            self._first_step(harness, kind, "packed", batching={"mode": "packed", "tokens": 48})
+        This holds in every batching mode, for scores in groups. Masked rows do not count, nor token masks for scores.
+        """
+        data = harness.batch()
+        data["group_ids"] = torch.tensor(GROUPS)
+        for batching in harness.batchings(48):
+            for kind in ("score_pairs", "values"):
+                what = f"{kind}, {batching['mode']}"
+                harness.first_step(data, what, kind=kind, model="reward", head=HEADS[kind], batching=batching)
 
     @holds(3, Capability.SCORING)
     def test_a_new_head_begins_at_zeros(self, harness: PolicyHarness) -> None:
@@ -123,12 +106,6 @@ class Scores(Suite):
         second = harness.resumed(paths, "tied", **keys)
         harness.equal("loss after resuming", second.train(harness.batch(seed=1), loss_fn)["loss"], wanted)
         harness.same("after resuming", harness.weights(second), right)
-
-    def _first_step(self, harness: PolicyHarness, kind: str, what: str, **keys: Any) -> None:
-        """Compare loss, gradient norm and gradients of the first step of the loss `kind` with the oracle's."""
-        data = harness.batch()
-        data["group_ids"] = torch.tensor(GROUPS)
-        harness.first_step(data, f"{kind}, {what}", kind=kind, model="reward", head=HEADS[kind], **keys)
 
     def _scored(self, harness: PolicyHarness, what: str, micro_batch_size: int | None = None, **keys: Any) -> None:
         data = harness.batch()

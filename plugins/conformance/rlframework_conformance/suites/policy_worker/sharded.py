@@ -59,21 +59,6 @@ class Sharded(Suite):
                 f"steps, {model} head", training_state(sharded_paths[1])["steps"], training_state(whole[1])["steps"]
             )
 
-    @holds(5, STATE, SHARDED)
-    def test_saving_beside_training_is_saving_before_it(self, harness: PolicyHarness) -> None:
-        """An asynchronous save must hold the state at its start, whatever later steps do to the memory."""
-        policy = harness.policy(**SETTINGS)
-        train(harness, policy, range(2))
-        before = saved(harness, policy, form="sharded")
-        beside = saved(harness, policy, form="sharded", asynchronous=True)
-        train(harness, policy, range(2, 4))
-        policy.finish_checkpoint()
-        for early, late in zip(before, beside, strict=True):
-            right, found = read(early), read(late)
-            for name, tensor in right.items():
-                harness.exact(f"{name}, saved during training", found[name], tensor)
-        harness.equal("training.json", training_state(beside[1]), training_state(before[1]))
-
     @holds(5, STATE)
     def test_checkpoints_go_on_under_other_layouts(self, harness: PolicyHarness) -> None:
         """Each form must resume under another layout, in both directions."""

@@ -12,7 +12,6 @@ import torch
 
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.interfaces.policy_worker import SAMPLED_NOW, SamplingBound
-from rlframework.plugins.types import Capability
 from rlframework_conformance.contracts import FP32
 from rlframework_conformance.rules import Suite, holds
 from rlframework_conformance.suites.policy_worker.worker_harness import PolicyHarness, loss_function
@@ -36,21 +35,12 @@ class TokenSets(Suite):
     def test_losses_may_ask_for_sets_of_tokens(self, harness: PolicyHarness) -> None:
         """A loss that requests sets must receive `[B, S-1, 1 + K]` log-probabilities, with gradient, of one softmax.
 
-        They belong to the tokens at the position of the target, wherever in the vocabulary these are.
+        They belong to the tokens at the position of the target, wherever in the vocabulary these are, and to the same
+        ones in every batching mode.
         """
-        harness.first_step(_batch_with_sets(harness), "sets of tokens", kind="sets")
-
-    @holds(2, Capability.DYNAMIC_BATCHING)
-    def test_sets_do_not_depend_on_the_grouping(self, harness: PolicyHarness) -> None:
-        """Dynamic microbatches must give the same loss and gradient."""
-        batching = {"mode": "dynamic", "tokens": 30}
-        harness.first_step(_batch_with_sets(harness), "sets of tokens, dynamic", kind="sets", batching=batching)
-
-    @holds(2, Capability.PACKING)
-    def test_sets_of_packed_rows_are_the_same(self, harness: PolicyHarness) -> None:
-        """Packed rows must give the same loss and gradient."""
-        batching = {"mode": "packed", "tokens": 30}
-        harness.first_step(_batch_with_sets(harness), "sets of tokens, packed", kind="sets", batching=batching)
+        for batching in harness.batchings(30):
+            what = f"sets of tokens, {batching['mode']}"
+            harness.first_step(_batch_with_sets(harness), what, kind="sets", batching=batching)
 
     @holds(1)
     def test_sets_are_scored_at_the_temperature_of_sampling(self, harness: PolicyHarness) -> None:

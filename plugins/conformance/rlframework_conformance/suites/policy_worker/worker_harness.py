@@ -18,6 +18,7 @@ from rlframework.config.algorithms import ClippedPGLossConfig
 from rlframework.config.sections import RunConfig
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.interfaces.loss import LossFunction
+from rlframework.plugins.types import Capability
 from rlframework_conformance import cases
 from rlframework_conformance.contracts import FP32
 from rlframework_conformance.harness import Harness
@@ -84,6 +85,12 @@ class PolicyHarness(Harness):
     def model(self, name: str = "untied") -> Path:
         """Return the directory of a tiny model of `cases.MODELS`, with two layers per pipeline stage."""
         return cases.model(name, self.models, layers=cases.LAYERS * self.layout.pipeline)
+
+    def batchings(self, tokens: int) -> list[dict[str, Any]]:
+        """Return `policy.batching` for each mode that the backend declares, with a limit of `tokens`."""
+        needs = {"dynamic": Capability.DYNAMIC_BATCHING, "packed": Capability.PACKING}
+        modes = ["padded", *(mode for mode, need in needs.items() if need in self.record.capabilities)]
+        return [{"mode": mode, "tokens": tokens} for mode in modes]
 
     def supports(self, layout: Layout) -> bool:
         """Return True if the backend supports `layout` with the section under test."""
