@@ -103,14 +103,3 @@ def test_a_loop_is_blocked_if_it_never_runs_while_the_other_does(
             asyncio.run(beside)
     else:
         assert asyncio.run(beside) == "done"
-
-
-def test_work_that_has_just_ended_can_be_cancelled() -> None:
-    async def work() -> str:
-        return "done"
-
-    thread = LoopThread(work, "work")
-    thread.join()
-    thread.cancel()
-    assert thread.has_run()
-    assert thread.result.result(timeout=0) == "done"
