@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,23 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from rlframework.base.errors import BatchError, ConfigError, RequestError, RLFrameworkError
+from rlframework.base.errors import BatchError, ConfigError, RLFrameworkError
 from rlframework.generation.stop_tokens import stop_tokens
 from rlframework.huggingface.tokenizer import character_tokenizer
 
 ALPHABET = "0123456789+= "
 EOS = 1
 RAGGED = [[5], [3, 9, 4, 12, 6], [7, 2, 13] * 7, [5, 5], [14, 13], [3, 9, 4, 12, 6], [8] * 11]
-
-
-def same_rows(left: Any, right: Any, order: list[int], completions: Callable[[Any], list[list[int]]]) -> None:
-    """Row `i` of `right` is row `order[i]` of `left`: tokens exactly, log-probabilities to rounding."""
-    ours, theirs = completions(left), completions(right)
-    assert [ours[row] for row in order] == theirs
-    for row, other in zip(order, range(len(theirs)), strict=True):
-        length = int(right["unpadded_sequence_lengths"][other])
-        one, same = left["logprobs"][row, :length], right["logprobs"][other, :length]
-        torch.testing.assert_close(one, same, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -37,33 +27,6 @@ def test_greedy_equals_whole_forwards(tiny: Any, batch: Any, completions: Any, p
     assert completions(output) == expected
     assert len({len(row) for row in expected}) > 1, "rows should end at different times for this test to mean something"
     assert output["truncated"].tolist() == [row[-1] != EOS for row in expected]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0, 1.7])
-def test_logprobs_equal_a_whole_forward(tiny: Any, batch: Any, temperature: float) -> None:
-    """At the sampling temperature before truncation; greedy at temperature 1; 0 on prompt and padding."""
-    engine = tiny.engine(max_new_tokens=20, temperature=temperature, top_k=5, top_p=0.9)
-    output = engine.generate(batch(RAGGED))
-    for row, prompt in enumerate(RAGGED):
-        length = int(output["unpadded_sequence_lengths"][row])
-        ids = output["output_ids"][row, :length]
-        with torch.no_grad():
-            logits = tiny.model(ids[None]).logits[0]
-        full = torch.log_softmax(logits.double() / (temperature or 1.0), -1)
-        expected = torch.zeros(output["logprobs"].shape[1], dtype=torch.float64)
-        for position in range(len(prompt), length):
-            expected[position] = full[position - 1, ids[position]]
-        torch.testing.assert_close(output["logprobs"][row].double(), expected, atol=1e-5, rtol=1e-5)
-    assert output["logprobs"].dtype == torch.float32
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("batch_size", [1, 2, 3, 64])
-def test_rows_do_not_depend_on_the_batch_size(tiny: Any, batch: Any, completions: Any, batch_size: int) -> None:
-    whole = tiny.engine(max_new_tokens=12, batch_size=256).generate(batch(RAGGED))
-    split = tiny.engine(max_new_tokens=12, batch_size=batch_size).generate(batch(RAGGED))
-    same_rows(whole, split, list(range(len(RAGGED))), completions)
 
 
 @pytest.fixture
@@ -143,16 +106,6 @@ def test_stops_that_are_not_tokens(tiny: Any, options: dict[str, Any], message: 
 
 
 @pytest.mark.slow
-def test_a_prompt_beyond_the_models_positions(tiny: Any, batch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiny.model.config, "max_position_embeddings", 8)
-    output = tiny.engine(max_new_tokens=24, stop_token_ids=()).generate(batch([[3] * 6, [4]]))
-    assert output["unpadded_sequence_lengths"].max() <= 8
-    assert output["generation_lengths"][0] <= 2
-    with pytest.raises(RequestError, match=r"prompt of request .* has 8 tokens, but the model has only 8 positions"):
-        tiny.engine(max_new_tokens=2).generate(batch([[3], [4] * 8]))
-
-
-@pytest.mark.slow
 def test_rows_that_run_out_of_positions_leave_the_others_alone(
     tiny: Any, batch: Any, completions: Any, plain_greedy: Any
 ) -> None:
@@ -172,17 +125,6 @@ def test_rows_that_run_out_of_positions_leave_the_others_alone(
     assert completions(output) == expected
     assert output["truncated"].tolist() == [row[-1] != EOS for row in expected]
     assert len({len(row) for row in expected if row[-1] != EOS}) > 2
-
-
-def test_training_continues_after_generating(tiny: Any, batch: Any) -> None:
-    """The engine's outputs can be used in a loss, and the model still gets gradients."""
-    output = tiny.engine(max_new_tokens=4).generate(batch(RAGGED))
-    logits = tiny.model(output["output_ids"]).logits
-    loss = (torch.log_softmax(logits, -1)[..., 0] * output["logprobs"]).sum()
-    loss.backward()
-    assert not output["logprobs"].requires_grad
-    assert all(bool(torch.isfinite(p.grad).all()) for p in tiny.model.parameters())
-    tiny.model.zero_grad(set_to_none=True)
 
 
 def test_bad_batches(tiny: Any, batch: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +11,7 @@ import torch
 
 from rlframework.base.errors import RequestError
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.generation.media import Media
-from rlframework.huggingface.model_directories import quiet_transformers
+from rlframework.generation.media import Media, image_places
 from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.huggingface.vision_models import image_tokens
 from rlframework.interfaces.generation import GenerationRequest, GenerationResult, SamplingParams
@@ -174,30 +174,6 @@ def test_rows_go_on_with_new_weights(family, rows):
     require_logprobs(model, rows, results, family)
 
 
-@pytest.mark.slow
-def test_a_refit_covers_the_vision_tower(family, rows, tmp_path):
-    """The engine's own module, with weights under their names in files; the second update changes the tower alone."""
-    from safetensors.torch import load_file
-
-    model = tiny_vlms.make_model(family)
-    with quiet_transformers():
-        model.save_pretrained(tmp_path)
-    weights = load_file(tmp_path / "model.safetensors")
-    config = TransformersGenerationConfig(max_new_tokens=8)
-    engine = TransformersEngine(config, TOKENIZER, model_name=str(tmp_path), device="cpu", precision="float32")
-    for version in (1, 2):
-        engine.begin_weight_update(version, {name: (tuple(w.shape), w.dtype) for name, w in weights.items()})
-        engine.load_weights(weights.items())
-        engine.finish_weight_update()
-        engine.submit(requests_of(rows, GREEDY))
-        results = served(engine)
-        require_logprobs(model, rows, results, family)
-        with torch.no_grad():
-            tower = [name for name in weights if "vision" in name or "visual" in name]
-            for tensor in (*(weights[name] for name in tower), *_tower(model)):
-                tensor.mul_(1.5)
-
-
 def _tower(model: Any) -> list[torch.Tensor]:
     return [weight for name, weight in model.named_parameters() if "vision" in name or "visual" in name]
 
@@ -226,3 +202,46 @@ def text_model():
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return LlamaForCausalLM(LlamaConfig(**tiny_vlms.TEXT)).eval()
+
+
+IMAGE = 9
+CONFIG = SimpleNamespace(
+    model_type="qwen2_vl", image_token_id=IMAGE, vision_config=SimpleNamespace(spatial_merge_size=2)
+)
+
+
+def asked(ids: list[int], *grids: tuple[int, int]) -> GenerationRequest:
+    media = {}
+    if grids:
+        media["image_grid_thw"] = torch.tensor([[1, *grid] for grid in grids])
+        media["pixel_values"] = torch.arange(4.0 * sum(high * wide for high, wide in grids)).view(-1, 4)
+    return GenerationRequest("r", torch.tensor(ids), 0, 1, media=media)
+
+
+def test_each_image_has_its_tokens_and_its_own_tensors():
+    first, second = image_places(asked([1, IMAGE, 2, IMAGE, IMAGE, 3], (2, 2), (2, 4)), CONFIG)
+    assert (first.start, first.tokens, second.start, second.tokens) == (1, 1, 3, 2)
+    assert second.media.inputs["image_grid_thw"].tolist() == [[1, 2, 4]]
+    assert second.media.inputs["pixel_values"].flatten().tolist() == [float(number) for number in range(16, 48)]
+    assert image_places(asked([1, 2]), CONFIG) == []
+
+
+@pytest.mark.parametrize(
+    ("ids", "grids", "message"),
+    [
+        ([1, IMAGE, 2], [], "1 image tokens, but the model makes 0 features"),
+        ([1, IMAGE, 2], [(2, 4)], "1 image tokens, but the model makes 2 features"),
+        ([1, IMAGE, IMAGE, IMAGE], [(2, 4)], "3 image tokens, but the model makes 2 features"),
+        ([IMAGE, 1, IMAGE], [(2, 4)], "other tokens among those of an image"),
+    ],
+)
+def test_tokens_that_do_not_fit_the_images_are_rejected(ids, grids, message):
+    with pytest.raises(RequestError, match=message):
+        image_places(asked(ids, *grids), CONFIG)
+
+
+def test_images_whose_features_cannot_be_counted_are_rejected():
+    unknown = SimpleNamespace(model_type="other", image_token_id=IMAGE)
+    sound = GenerationRequest("r", torch.tensor([IMAGE]), 0, 1, media={"sound": torch.zeros(2)})
+    with pytest.raises(RequestError, match="media sound, of which the number of features of a other model"):
+        image_places(sound, unknown)

@@ -10,7 +10,7 @@ import torch
 from causal_kinds import KINDS, tiny_model
 from torch import Tensor
 
-from rlframework.base.errors import EngineNotReady, RequestError
+from rlframework.base.errors import RequestError
 from rlframework.interfaces.generation import GenerationRequest, GenerationResult, SamplingParams, WeightSpan
 from rlframework_transformers.decoding import RowBatch
 from rlframework_transformers.engine import TransformersEngine
@@ -97,17 +97,6 @@ def test_a_finished_row_makes_room_at_once(tiny: Any, forwards: list[int]) -> No
     assert max(forwards) <= 4
 
 
-def test_a_poll_returns_after_its_timeout_with_a_token_more(tiny: Any) -> None:
-    engine = tiny.engine().engine
-    engine.submit([request("a", [3, 4], 5)])
-    polls = 0
-    while not (results := engine.poll(0.0)):
-        polls += 1
-    assert polls == 4
-    assert results[0].spans == (WeightSpan(0, 5, 0),)
-    assert engine.poll(None) == []
-
-
 @pytest.mark.slow
 def test_an_equal_prompt_is_computed_once_also_later(tiny: Any, forwards: list[int]) -> None:
     engine, prompt = tiny.engine().engine, [3, 9, 4, 7, 7, 2]
@@ -137,34 +126,6 @@ def test_the_next_turn_of_a_session_computes_its_new_tokens(tiny: Any, forwards:
     forwards.clear()
     alone(engine, request("6", turn, 1, session_id="s"))
     assert forwards[0] == len(turn), "nothing computed with earlier weights may be used"
-
-
-@pytest.mark.slow
-def test_aborted_requests_return_what_they_have(tiny: Any) -> None:
-    engine = tiny.engine(batch_size=2).engine
-    engine.submit([request(name, [3 + row], 9, row) for row, name in enumerate("abc")])
-    engine.poll(0.0)
-    engine.poll(0.0)
-    engine.abort(["a", "c", "unknown"])
-    found = finish(engine)
-    assert [found[name].finish_reason for name in "abc"] == ["aborted", "length", "aborted"]
-    assert [len(found[name].token_ids) for name in "abc"] == [2, 9, 0]
-    assert found["a"].spans == (WeightSpan(0, 2, 0),)
-    assert found["c"].spans == ()
-    same(found["b"], alone(tiny.engine().engine, request("b", [4], 9, 1)))
-
-
-@pytest.mark.slow
-def test_nothing_is_served_while_paused(tiny: Any) -> None:
-    engine = tiny.engine().engine
-    engine.submit([request("a", [3], 4), request("b", [4], 4)])
-    engine.poll(0.0)
-    engine.pause()
-    assert engine.poll(None) == []
-    engine.pause("abort")
-    assert {result.finish_reason for result in engine.poll(None)} == {"aborted"}
-    engine.resume()
-    same(alone(engine, request("a", [3], 4)), alone(tiny.engine().engine, request("a", [3], 4)))
 
 
 @pytest.mark.slow
@@ -265,13 +226,3 @@ def test_requests_that_cannot_be_served(tiny: Any) -> None:
         with pytest.raises(RequestError, match=message):
             engine.submit([request("good", [3]), bad])
     assert set(finish(engine)) == {"a"}
-
-
-def test_it_waits_for_weights(tiny: Any) -> None:
-    engine = tiny.engine(attach=False).engine
-    assert engine.poll(None) == []
-    engine.submit([request("a", [3])])
-    with pytest.raises(EngineNotReady, match="no weights yet"):
-        engine.poll(0.0)
-    engine.attach(tiny.model, 3)
-    assert finish(engine)["a"].spans[0].version == 3
