@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from rlframework import RunResult
 from rlframework.algorithms import loop
 from rlframework.algorithms.loop import StepLoop, require_step_result
 
@@ -65,3 +66,10 @@ def test_a_step_with_a_wrong_result_says_what_it_must_return(result, described):
     with pytest.raises(TypeError, match=rf"^Mine.train_step {described}; it must return \(metrics, samples\)"):
         require_step_result(result, "Mine")
     assert require_step_result(({"train/loss": 1}, []), "Mine") == ({"train/loss": 1}, [])
+
+
+def test_a_result_is_shown_in_one_short_line() -> None:
+    metrics = {"train/loss": 0.123456, "step": 20.0, "train/lr": 1e-3}
+    assert repr(RunResult(metrics, [metrics] * 21)) == (
+        "<RunResult: train/loss: 0.1235, step: 20; 3 metrics, history of 21 rows>"
+    )

@@ -39,15 +39,6 @@ def test_backends_and_batching_modes_agree(run_config: Any, backend: str, mode: 
             assert row[f"train/{name}"] == pytest.approx(wanted[f"train/{name}"], rel=1e-3, abs=1e-5), name
 
 
-@pytest.mark.thorough
-def test_a_critic_with_another_backend_group_and_batch_size(run_config: Any, reference: Any) -> None:
-    """Of two workers; with one optimizer step instead of two in each pass, so only the first values are the same."""
-    critic = "{backend: megatron, train_global_batch_size: 32, worker_group: {name: processes, num_workers: 2}}"
-    found = run(run_config("grpo", *SAME, f"critic={critic}")).history
-    assert found[0]["train/loss"] == pytest.approx(reference[0]["train/loss"], rel=1e-3)
-    assert found[0]["train/value_loss"] > reference[0]["train/value_loss"]
-
-
 @pytest.mark.parametrize(
     ("keys", "told"),
     [
@@ -61,17 +52,6 @@ def test_two_penalties_by_the_divergence_are_a_warning(
 ) -> None:
     dry_run(run_config("grpo", *PPO, *keys))
     assert caplog.text.count("algorithm.reward_kl.coef=0.5 and algorithm.loss.kl_coef=0.04: the divergence") == told
-
-
-@pytest.mark.thorough
-def test_a_critic_learns_the_returns(run_config: Any) -> None:
-    """The policy stays as it is. A new head predicts 0, so its error is the mean square of the rewards."""
-    keys = ["algorithm.num_steps=6", "critic.optimizer.lr=3e-3", "policy.optimizer.lr=0.0", NO_VALIDATION]
-    passes = ["algorithm.value_loss.clip=null", "algorithm.epochs_per_batch=4"]
-    rows = run(run_config("grpo", *PPO, *keys, *passes)).history
-    assert rows[0]["train/explained_variance"] == pytest.approx(0.0, abs=1e-6)
-    assert rows[-1]["train/value_loss"] < 0.75 * rows[0]["train/value_loss"]
-    assert rows[-1]["train/value"] == pytest.approx(rows[-1]["train/return"], abs=0.1)
 
 
 def test_the_policy_waits_for_the_critic(run_config: Any, tmp_path: Any) -> None:

@@ -20,15 +20,6 @@ EOS = 1
 RAGGED = [[5], [3, 9, 4, 12, 6], [7, 2, 13] * 7, [5, 5], [14, 13], [3, 9, 4, 12, 6], [8] * 11]
 
 
-@pytest.mark.slow
-def test_greedy_equals_whole_forwards(tiny: Any, batch: Any, completions: Any, plain_greedy: Any) -> None:
-    output = tiny.engine(max_new_tokens=24, temperature=0.7).generate(batch(RAGGED), greedy=True)
-    expected = [plain_greedy(tiny.model, prompt, {EOS}, 24) for prompt in RAGGED]
-    assert completions(output) == expected
-    assert len({len(row) for row in expected}) > 1, "rows should end at different times for this test to mean something"
-    assert output["truncated"].tolist() == [row[-1] != EOS for row in expected]
-
-
 @pytest.fixture
 def shapes(tiny: Any) -> Iterator[list[tuple[int, ...]]]:
     """The shapes of the `input_ids` of each forward."""
@@ -51,18 +42,6 @@ def test_a_group_is_prefilled_once_and_its_rows_differ(tiny: Any, batch: Any, co
     for row in (0, 13, 24, 47):
         alone = tiny.engine(max_new_tokens=8).generate(batch([prompts[row]], [row]))
         assert completions(alone)[0] == rows[row]
-
-
-@pytest.mark.slow
-def test_finished_rows_leave_the_batch(tiny: Any, batch: Any, completions: Any, shapes: Any) -> None:
-    output = tiny.engine(max_new_tokens=60).generate(batch([[3, 9, 4]] * 64))
-    widths = [tokens for _, tokens in shapes]
-    lengths = sorted(len(row) for row in completions(output))
-    decoded = sum(widths[1:])
-    needed = sum(length - 1 for length in lengths)
-    assert lengths[0] < lengths[-1]
-    assert needed == decoded, "packed rows leave at once"
-    assert len(widths) == max(lengths), "no forward after the last sampled token"
 
 
 @pytest.mark.slow

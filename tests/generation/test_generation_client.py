@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import random
 import threading
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from stub_engines import FakeEngine, request, run, until
 
 from rlframework.base.errors import DeadlineExceeded, EngineNotReady, RequestError, RLFrameworkError, WorkerLost
 from rlframework.generation.client import GenerationClient
-from rlframework.interfaces.generation import GenerationResult, Incoming, Outgoing
+from rlframework.interfaces.generation import Incoming, Outgoing
 
 
 async def at_once() -> None:
@@ -127,19 +126,6 @@ def test_a_call_of_an_engine_ends_its_exchange() -> None:
     with pytest.raises(AttributeError):  # it has no worker group; the exchange is awaited before
         engine.start("get_info")
     assert exchange.done()
-
-
-def test_a_lane_can_be_chosen_and_sessions_stay() -> None:
-    engines = [FakeEngine(), FakeEngine()]
-    client = GenerationClient(engines, limit=99)
-
-    async def test() -> None:
-        await asyncio.gather(*(client.generate(request(number), lane=1) for number in range(5)))
-        await client.generate(request(5, session="s"), lane=1)
-        await client.generate(request(6, session="s"))
-
-    run(test)
-    assert engines[0].seen == []
 
 
 def test_cancelling_and_running_out_of_time_abort_at_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,29 +265,6 @@ def test_an_error_of_an_engine_is_not_given_to_the_others(inline: bool) -> None:
         assert int((await client.generate(request(3), lane=0)).token_ids) == 3
         assert (broken.aborted == ["r0", "r1"]) is inline
         assert other.seen == ([] if inline else ["r3"])
-
-    run(test)
-
-
-@pytest.mark.parametrize("wrong", ["unknown", "twice"])
-def test_a_wrong_answer_of_one_engine_keeps_the_right_ones_and_fails_the_rest(wrong: str) -> None:
-    class Wrong(FakeEngine):
-        def _exchange(self, outgoing: Sequence[Outgoing], timeout: float) -> list[Incoming]:
-            first, second = super()._exchange(outgoing, timeout)
-            if second.results:
-                extra = second.results[0]
-                extra = extra if wrong == "twice" else dataclasses.replace(extra, request_id="another")
-                second.results.append(extra)
-            return [first, second]
-
-    client = GenerationClient([Wrong(lanes=2)], limit=9)
-
-    async def test() -> None:
-        tasks = [client.generate(request(number), lane=number) for number in (0, 1)]
-        right, failed = await asyncio.gather(*tasks, return_exceptions=True)
-        assert isinstance(right, GenerationResult)
-        assert isinstance(failed, RLFrameworkError)
-        assert "which it does not have, or did so twice" in str(failed)
 
     run(test)
 

@@ -15,9 +15,6 @@ from rlframework.interfaces.generation import GenerationRequest, GenerationResul
 from rlframework_transformers.decoding import RowBatch
 from rlframework_transformers.engine import TransformersEngine
 
-SAMPLED, GREEDY = SamplingParams(), SamplingParams(0.0)
-PROMPTS = [[3, 9, 4], [7, 2, 13, 5, 5], [6], [3, 9, 4], [8, 8, 2, 11, 3, 4, 10]]
-
 
 def request(
     name: str, prompt: list[int], new: int = 8, seed: int = 0, sampling: SamplingParams = SAMPLED, **given: Any
@@ -58,30 +55,6 @@ def forwards(tiny: Any) -> Iterator[list[int]]:
     )
     yield found
     handle.remove()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llama", "mistral", "bloom", "bart", "rwkv"])
-def test_rows_that_arrive_at_any_time_are_those_of_rows_alone(kind: str, tiny: Any) -> None:
-    """Requests arrive after each poll, in other orders; kinds that are packed, padded, of equal length, and whole."""
-    model = tiny_model(KINDS[kind])
-    engine = tiny.engine(model=model, batch_size=3).engine
-    asked = [
-        request(str(row), prompt, 3 + 2 * row, row, (GREEDY, SAMPLED)[row % 2]) for row, prompt in enumerate(PROMPTS)
-    ]
-    expected = {each.request_id: alone(engine, each) for each in asked}
-    found: dict[str, GenerationResult] = {}
-    for each in reversed(asked):
-        engine.submit([each])
-        found |= {result.request_id: result for result in engine.poll(0.0)}
-    found |= finish(engine)
-    for name, result in found.items():
-        same(result, expected[name])
-        assert result.finish_reason == "length"
-    assert len(found) == len(asked)
-    for each in asked:
-        if each.sampling is SAMPLED:
-            torch.testing.assert_close(found[each.request_id].logprobs, scored(model, each, found[each.request_id]))
 
 
 def test_a_finished_row_makes_room_at_once(tiny: Any, forwards: list[int]) -> None:
@@ -171,26 +144,6 @@ def test_weights_that_are_updated_in_place_are_those_that_are_used(tiny: Any) ->
     torch.testing.assert_close(result.logprobs, scored(model, asked, result), atol=1e-5, rtol=1e-5)
     assert not any("forward" in vars(module) for module in model.modules())
     assert engine.release() >= sum(layer.weight.nbytes for layer in model.modules() if type(layer) is torch.nn.Linear)
-
-
-@pytest.mark.slow
-def test_a_long_row_with_a_window_sees_only_that(tiny: Any) -> None:
-    """Prompts longer and shorter than the window, and rows that leave it behind."""
-    from transformers import MistralConfig, MistralForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 15}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    model = MistralForCausalLM(MistralConfig(**sizes, **heads, sliding_window=6, initializer_range=0.4)).eval()
-    engine = tiny.engine(model=model).engine
-    asked = [request(str(row), prompt, 14, row) for row, prompt in enumerate([*PROMPTS, list(range(2, 13))])]
-    engine.submit(asked[:3])
-    found = {result.request_id: result for _ in range(4) for result in engine.poll(0.0)}
-    engine.submit(asked[3:])
-    found |= finish(engine)
-    for each in asked:
-        result = found[each.request_id]
-        torch.testing.assert_close(result.logprobs, scored(model, each, result), atol=1e-5, rtol=1e-5)
 
 
 def stopping(token: int) -> GenerationRequest:
