@@ -6,12 +6,11 @@ import logging
 import math
 import signal
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from probe_runs import numbers_of, rows_of
+from probe_runs import numbers_of
 
 from rlframework import run
 from rlframework.algorithms.checkpoints import Checkpoints
@@ -19,7 +18,6 @@ from rlframework.algorithms.ending import EarlyStopping, ending_on_signals, rais
 from rlframework.algorithms.loop import StepLoop, Timer
 from rlframework.base.errors import RunInterrupted, RunTerminated, WorkerLost
 from rlframework.config.sections import EarlyStoppingConfig
-from rlframework.policy.client import Policy
 from rlframework.runner.launch import resume
 
 
@@ -201,24 +199,3 @@ def test_a_second_signal_ends_one_run_of_a_program_that_calls_the_algorithm_itse
         training()
     assert checkpoints._stop == signal.SIGINT
     raise_if_ended()  # the next run of this process is not ended
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", CODES)
-def test_a_run_ends_in_the_step_in_which_a_signal_is_lost(
-    run_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dropped: list[Any], number: signal.Signals
-) -> None:
-    train, calls = Policy.train, list[int]()
-
-    def signalled(self: Policy, *args: Any, **kwargs: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 2:
-            Signalled(number)
-        return train(self, *args, **kwargs)
-
-    monkeypatch.setattr(Policy, "train", signalled)
-    with pytest.raises(RunTerminated) as caught:
-        run(run_config("sft", "algorithm.num_steps=4", "checkpoints.on_interrupt=false"))
-    assert (caught.value.exit_code, len(calls), len(dropped)) == (CODES[number], 2, 1)
-    assert max(row["step"] for row in rows_of(tmp_path / "run")) == 1
-    assert not (tmp_path / "run" / "model").exists()

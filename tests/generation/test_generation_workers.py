@@ -152,20 +152,6 @@ def test_a_replacement_that_starts_after_the_end_is_shut_down(parts, monkeypatch
     assert ended.wait(300)
 
 
-def test_a_backend_without_offload_refits_its_engines(run_config, tmp_path):
-    """`ddp` does not declare `cpu_offload`; with engines in processes of their own its numbers stay the same."""
-    ddp = ("policy.backend=ddp", "generation.workers.num_workers=1", *OPTIONS)
-    embedded = run(run_config("grpo", f"output_dir={tmp_path}/embedded", "policy.backend=ddp", *OPTIONS))
-    result = run(run_config("grpo", f"output_dir={tmp_path}/ddp", *ddp, *APART))
-    require_the_same(result, embedded)
-    assert result.history[-1]["refit/mb"] > 0
-
-
-def test_one_engine_fits_into_the_drivers_process(run_config, tmp_path, alone):
-    result = run(run_config("grpo", f"output_dir={tmp_path}/inline", *OPTIONS, "generation.workers.group=inline"))
-    require_the_same(result, alone)
-
-
 @pytest.mark.parametrize(
     ("group", "option", "message"),
     [

@@ -13,7 +13,6 @@ from rlframework.base.errors import RequestError
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.generation.media import Media, image_places
 from rlframework.huggingface.tokenizer import character_tokenizer
-from rlframework.huggingface.vision_models import image_tokens
 from rlframework.interfaces.generation import GenerationRequest, GenerationResult, SamplingParams
 from rlframework_transformers.engine import TransformersEngine
 from rlframework_transformers.plugin import TransformersGenerationConfig
@@ -88,28 +87,6 @@ def require_logprobs(model: Any, rows: BatchedDataDict[Any], results: dict[str, 
         got = result.logprobs[first:]
         wanted = expected[row, length + first : length + len(result.logprobs)]
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_greedy_is_generate(family, model, rows):
-    engine = engine_of(model)
-    engine.submit(requests_of(rows, GREEDY))
-    results = served(engine)
-    for request in requests_of(rows, GREEDY):
-        types = {}
-        if family in tiny_vlms.TOKEN_TYPES and request.media:
-            types = {tiny_vlms.TOKEN_TYPES[family]: (request.prompt_ids == tiny_vlms.IMAGE).int()[None]}
-        expected = model.generate(
-            input_ids=request.prompt_ids[None],
-            **request.media,
-            **types,
-            max_new_tokens=request.max_new_tokens,
-            do_sample=False,
-            eos_token_id=None,
-            suppress_tokens=image_tokens(model.config),
-            attention_mask=torch.ones(1, len(request.prompt_ids), dtype=torch.int64),
-        )
-        assert results[request.request_id].token_ids.tolist() == expected[0, len(request.prompt_ids) :].tolist()
 
 
 @pytest.mark.slow

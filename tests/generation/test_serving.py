@@ -17,9 +17,9 @@ from rlframework_transformers.engine import TransformersEngine
 
 
 def request(
-    name: str, prompt: list[int], new: int = 8, seed: int = 0, sampling: SamplingParams = SAMPLED, **given: Any
+    name: str, prompt: list[int], new: int = 8, seed: int = 0, sampling: SamplingParams | None = None, **given: Any
 ) -> GenerationRequest:
-    return GenerationRequest(name, torch.tensor(prompt), seed, new, sampling, **given)
+    return GenerationRequest(name, torch.tensor(prompt), seed, new, sampling or SamplingParams(), **given)
 
 
 def finish(engine: TransformersEngine) -> dict[str, GenerationResult]:
