@@ -10,7 +10,7 @@ import torch
 from batched_engine import Batches
 from torch import Tensor
 
-from rlframework.base.errors import DataError, RefitError, UserError
+from rlframework.base.errors import DataError, EngineNotReady, RefitError, UserError
 from rlframework.generation.engine_model import AdaptedWeights, EngineModel
 from rlframework.huggingface.model_directories import make_llama, quiet_transformers
 from rlframework.huggingface.tokenizer import character_tokenizer
@@ -51,6 +51,25 @@ def test_other_names_in_files_than_in_memory(tmp_path: Path, batch: Any, complet
         assert completions(engine.generate(batch([[3, 9], [4]]))) == [
             plain_greedy(model, prompt, {1}, 12) for prompt in ([3, 9], [4])
         ]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"model.norm.weight": None}, "missing: model.norm.weight"),
+        ({"model.extra": torch.ones(2)}, "unknown: model.extra"),
+        ({"model.norm.weight": torch.ones(31)}, "with another shape: model.norm.weight"),
+    ],
+)
+def test_weights_that_do_not_fit_are_named_and_not_served(tiny: Any, batch: Any, changed: Any, message: str) -> None:
+    good, engine = saved(tiny.path), make_engine(tiny.path, tiny.tokenizer)
+    engine.load(good)
+    with pytest.raises(RefitError, match=message):
+        engine.load({name: weight for name, weight in {**good, **changed}.items() if weight is not None})
+    with pytest.raises(EngineNotReady, match="refit it again"):
+        engine.generate(batch([[3]]))
+    engine.load(good)
+    assert engine.generate(batch([[3]])).size == 1
 
 
 def adapters_of(model_path: Path, seed: int, rank: int = 2) -> dict[str, Tensor]:
