@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import threading
 from collections.abc import Sequence
 
@@ -265,53 +264,6 @@ def test_an_error_of_an_engine_is_not_given_to_the_others(inline: bool) -> None:
         assert int((await client.generate(request(3), lane=0)).token_ids) == 3
         assert (broken.aborted == ["r0", "r1"]) is inline
         assert other.seen == ([] if inline else ["r3"])
-
-    run(test)
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_random_cancellations_failures_and_losses(seed: int) -> None:
-    draw = random.Random(seed)
-    engines = [FakeEngine(lanes=draw.randint(1, 2), polls=draw.randint(1, 4), limit=3) for _ in range(3)]
-    client = GenerationClient(engines, limit=3)
-
-    errors = {"killed", "broken"}
-
-    async def disturb() -> None:
-        for _ in range(6):
-            await asyncio.sleep(0.003)
-            index = draw.randrange(3)
-            if client.engines[index].lost:
-                client.replaced(index, FakeEngine(lanes=client.engines[index].lanes, limit=3))
-            else:
-                kinds = [WorkerLost("killed"), RLFrameworkError("broken")]
-                client.engines[index].fail = draw.choice(kinds)  # type: ignore[attr-defined]
-
-    async def one(number: int) -> str:
-        await asyncio.sleep(draw.random() * 0.02)
-        timeout = draw.choice([None, None, 0.002])
-        task = asyncio.ensure_future(client.generate(request(number), timeout=timeout))
-        if draw.random() < 0.1:
-            await asyncio.sleep(0.001)
-            task.cancel()
-        try:
-            result = await task
-        except asyncio.CancelledError:
-            return "cancelled"
-        except (WorkerLost, RLFrameworkError) as error:
-            return str(error)
-        assert result.finish_reason == "aborted" or int(result.token_ids) == number
-        return "done"
-
-    async def test() -> None:
-        outcomes, _ = await asyncio.gather(asyncio.gather(*map(one, range(150))), disturb())
-        assert set(outcomes) <= {
-            "done",
-            "cancelled",
-            *errors,
-            *(f"all generation engines are lost: {e}" for e in errors),
-        }
-        assert "done" in outcomes
 
     run(test)
 

@@ -31,17 +31,6 @@ def names(outcomes: list[tuple[str, object]]) -> list[str]:
     return [name for name, _ in outcomes]
 
 
-def test_the_lane_with_the_fewest_tokens_in_flight_is_chosen() -> None:
-    scheduler = Scheduler(2, limit=8)
-    for name, tokens in (("long", 20), ("a", 4), ("b", 4), ("c", 4), ("d", 4)):
-        scheduler.add(request(name, tokens))
-    assert (sent(scheduler, 0), sent(scheduler, 1)) == (["long"], ["a", "b", "c", "d"])
-    scheduler.received(0, Incoming([result("long")]))
-    assert scheduler.in_flight(0) == (0, 0)
-    scheduler.add(request("e"))
-    assert sent(scheduler, 0) == ["e"]
-
-
 def test_a_session_stays_on_its_lane_and_waits_for_it() -> None:
     scheduler = Scheduler(2, limit=1)
     scheduler.add(request("first", 50, session="s"))

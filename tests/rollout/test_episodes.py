@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,9 @@ from scripted_episodes import END, Counter, samples
 from rlframework.base.errors import RefitError
 from rlframework.datasets.chat.chat_format import ChatFormat, characters_of
 from rlframework.interfaces.environment import StepOutcome
+from rlframework.interfaces.generation import SamplingParams
 from rlframework.interfaces.messages import Picture
+from rlframework.rollout.episode_thread import Bridge, run_beside
 from rlframework.rollout.result import PlayedEpisode, Rollout
 from rlframework.rollout.seeds import task_seeds, turn_seed
 from rlframework.rollout.single_turn import single_turns
@@ -312,3 +315,44 @@ def test_mixed_weights_are_an_error(make_parts: Any) -> None:
     parts.engine.answer = answer
     with pytest.raises(RefitError, match=r"sampled with weights of versions \[8, 9\]"):
         rollout(parts, samples(1), torch.arange(1))
+
+
+class RecordingCompletions:
+    """The result of a completion is its seed."""
+
+    positions, max_new_tokens, sampling, timeline = None, 4, SamplingParams(), None
+
+    def __init__(self) -> None:
+        self.seeds: list[int] = []
+
+    def session(self) -> str:
+        return "session"
+
+    async def complete(self, _prompt: Any, seed: int, most: int, media: Any = None) -> int:
+        assert (most, media) == (4, {"pixels": 1})
+        self.seeds.append(seed)
+        await asyncio.sleep(0)
+        return seed
+
+
+def test_engines_wait_for_all_rows_of_a_group_that_has_begun() -> None:
+    async def main() -> tuple[list[int], Any]:
+        given: Any = RecordingCompletions()
+        bridge, begun = Bridge(given, timeout=60.0), threading.Event()
+
+        async def work() -> list[Any]:
+            session = bridge.begin()
+            begun.set()
+            await asyncio.sleep(0.05)
+            media: Any = {"pixels": 1}
+            rows = await bridge.complete_group(torch.tensor([5]), [3, 1, 2], session, media)
+            bridge.end(session)
+            return rows
+
+        beside = asyncio.create_task(run_beside(work, stalled_after=60.0, name="digits"))
+        while not begun.is_set():
+            await asyncio.sleep(0.001)
+        await bridge.gather()
+        return list(given.seeds), await beside
+
+    assert asyncio.run(main()) == ([3, 1, 2], [3, 1, 2])

@@ -418,13 +418,6 @@ def test_half_a_character_that_a_tool_repeats_fails_its_episode(make_parts: Any)
     assert "has a lone surrogate" in result.failures[1]
 
 
-def test_tools_whose_calls_cannot_be_read_end_the_rollout_before_a_turn(make_parts: Any) -> None:
-    with pytest.raises(
-        DataError, match=r"^tools cannot be used with the chat template of .* it writes a call as '\[\{"
-    ):
-        play(make_parts, "2", template=TEMPLATE.replace("<tool_call>{{", "[{{"))
-
-
 @pytest.mark.parametrize(("turn", "sample"), [("2", "s0"), (CALL.format("{}"), "s1"), (CALL.format('"x"'), "s1")])
 def test_messages_of_the_environment_that_the_template_does_not_take_end_the_rollout(
     make_parts: Any, turn: str, sample: str

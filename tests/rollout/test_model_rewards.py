@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +14,6 @@ import pytest
 import torch
 from probe_runs import refused
 
-from rlframework import run
 from rlframework.base.errors import ConfigError, UserError
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.further_policies import RewardModelConfig
@@ -96,19 +94,6 @@ def test_rewards_of_a_run_are_scores_of_transformers(run_config: Any, reward_mod
     assert found.rewards.tolist() == pytest.approx(wanted, rel=1e-4, abs=1e-5)
     assert found.metrics["reward"] == pytest.approx(sum(wanted) / 24, rel=1e-4, abs=1e-5)
     assert len(set(found.data["input_lengths"].tolist())) > 1
-
-
-@pytest.mark.slow
-def test_ppo_with_a_reward_model_and_a_critic_that_begins_as_it(run_config: Any, reward_model: Any) -> None:
-    keys = ["algorithm.name=ppo", "algorithm.samples_per_prompt=1", "algorithm.prompts_per_step=32"]
-    sections = [f"reward_model={{model_name: {reward_model}}}", f"critic={{model_name: {reward_model}}}"]
-    rows = run(run_config("grpo", *keys, *sections)).history
-    for row in rows:
-        for kind in ("train", "validation"):
-            if f"{kind}/reward" in row:
-                both = row[f"{kind}/environment_reward"] + row[f"{kind}/model_score"]
-                assert row[f"{kind}/reward"] == pytest.approx(both, rel=1e-5)
-    assert abs(rows[1]["train/value"]) > 1e-3
 
 
 def test_algorithms_without_rewards_reject_it(run_config: Any) -> None:
@@ -198,21 +183,4 @@ def test_too_many_failures_in_the_answers_of_a_step_end_the_run(parts: Any) -> N
     player, groups = play(parts, [[8, 2, 3, 4], [1, 8, 3, 4], [1, 1, 1, 1], [2, 2, 2, 8]])
     with pytest.raises(UserError, match=r"failed for 3 of 16 answers.*environment\.max_reward_failures=0\.125 allows"):
         player.rollout(groups)
-    player.close()
-
-
-@pytest.mark.slow
-def test_validation_between_rollouts_uses_the_same_process_and_counts_its_own_answers(parts: Any) -> None:
-    player, groups = play(parts, [[1, 2]])
-    sample = groups[0][0]
-    pids = {outcome.metrics["process"] for outcome in groups[0][2].outcomes}
-
-    def scored(*texts: str) -> Any:
-        turns = [[*sample.messages, {"role": "assistant", "content": text}] for text in texts]
-        return parts.environment.step([sample] * len(texts), turns)
-
-    assert {outcome.metrics["process"] for outcome in scored("1", "2")} == pids
-    assert pids != {os.getpid()}
-    with pytest.raises(UserError, match=r"(?s)failed for 1 of 2 answers.*ValueError: bad"):
-        scored("1", "8")
     player.close()

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from probe_runs import assert_same_weights, call, numbers_of
+from probe_runs import call
 from transformers import AutoModelForCausalLM
 
 from rlframework import run
 from rlframework.generation.completions import Completions
 from rlframework.huggingface.tokenizer import load_tokenizer
-from rlframework.runner.launch import resume
 
 pytestmark = pytest.mark.slow
 
@@ -38,23 +37,6 @@ def test_a_warning_names_the_limits_that_cut_most_episodes(
     percent = [f"{100 * part:.0f}%" for part in parts]
     reached = f"{percent[0]} at environment.max_turns, {percent[1]} at generation.max_new_tokens"
     assert caplog.text.count(f"step 1: 100% of the episodes were truncated: {reached}. They are") == 1
-
-
-def test_a_resumed_run_has_the_same_episodes(run_config: Any, tmp_path: Path) -> None:
-    """Bit by bit, as the engine waits for all episodes before it decodes their next turns together."""
-
-    def config(folder: str, *more: str) -> Any:
-        keys = ["checkpoints.every=2", "algorithm.num_steps=6", f"output_dir={tmp_path / folder}", *more]
-        return run_config("grpo", *GAME, "environment.fails=3", "environment.gather_timeout=20", *keys)
-
-    run(config("whole"))
-    run(config("two", "algorithm.num_steps=4"))
-    resume(tmp_path / "two", ["algorithm.num_steps=6"])
-    whole, two = (numbers_of(tmp_path / folder) for folder in ("whole", "two"))
-    del two[4], whole[4]  # the last step of the shorter run has a validation that the other has not
-    assert whole == two
-    assert any(row.get("train/failed_episodes") for row in whole.values())
-    assert_same_weights(tmp_path / "whole", tmp_path / "two")
 
 
 def test_a_model_is_evaluated_in_episodes_of_which_some_fail(
