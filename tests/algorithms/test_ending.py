@@ -1,4 +1,4 @@
-"""Early stopping: when a run ends because a metric does not improve, and that a resumed run ends at the same step."""
+"""How runs end: early stopping, and signals whose exception is raised in a `__del__`, where Python drops it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The metrics of speed and memory of a step, by hand."""
+"""The metrics of speed, memory and device time of a step, by hand, and what the garbage collector scans."""
 
 from __future__ import annotations
 

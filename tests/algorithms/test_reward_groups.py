@@ -1,4 +1,4 @@
-"""Rollouts that are repeated until enough groups have rewards that differ."""
+"""Groups of rewards: rollouts repeated until enough differ, and the warning of small differences, by hand."""
 
 from __future__ import annotations
 

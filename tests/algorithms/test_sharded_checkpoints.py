@@ -1,4 +1,4 @@
-"""Checkpoints of both formats in a run: asynchronous, damaged and lost ones."""
+"""Checkpoints of both formats in a run: asynchronous, damaged and lost ones, and a disk that fills up."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_a_random_number_that_changed_in_run_json_is_told(run_config, tmp_path):
 INLINE = "worker_group.name=inline"
 PROCESSES = "worker_group={name: processes, num_workers: 2}"
 LIMIT = 60_000
-"""Less than the tensors of the tiny model, more than each other file."""
+"""Bytes of a file (RLIMIT_FSIZE), in place of a full disk: less than the tiny model's tensors, more than others."""
 
 
 def train(config: Path) -> subprocess.Popen[str]:

@@ -1,4 +1,4 @@
-"""A batch as requests, and results as a batch: keys, shapes, dtypes, padding and reasons to end."""
+"""Batches as requests, results as a batch, and the driver's handle on embedded engines, which are stand-ins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights loaded by name (tied heads, repeated loads, other names in files, rejections), and adapters merged."""
+"""Weights by name (other names in files, rejections), tied heads, and adapters merged or added to whole weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The asynchronous client: requests and batches, their order, cancellation, and how often engines are called."""
+"""The asynchronous client: order, cancellation, how often engines are called, and faults of engines and refits."""
 
 from __future__ import annotations
 

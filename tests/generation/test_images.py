@@ -1,4 +1,4 @@
-"""Generation from images: tiny vision-language models against `model.generate` and plain forwards, row by row."""
+"""Generation from images: tiny vision-language models against plain forwards, and places of images in prompts."""
 
 from __future__ import annotations
 

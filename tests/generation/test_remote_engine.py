@@ -1,4 +1,4 @@
-"""Exchanges with an engine in a worker group of its own: called back by the group, or waited for in a thread."""
+"""Exchanges with an engine in a worker group of its own: who waits for them, and how long its worker serves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which request goes where, and that each has one outcome, whatever engines, clients and deadlines do."""
+"""Which request goes where, that each has one outcome whatever happens, and that many engines cost no more work."""
 
 from __future__ import annotations
 

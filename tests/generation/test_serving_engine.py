@@ -1,4 +1,4 @@
-"""The requests of any engine, with one that adds a token to each request at every other step."""
+"""The requests of any engine, with one that adds tokens at every other step; torch's state after a library's start."""
 
 from __future__ import annotations
 

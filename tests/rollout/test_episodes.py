@@ -1,4 +1,4 @@
-"""The rollout manager: rows of exact tokens, budgets, and episodes that depend on nothing but their own."""
+"""Episodes: rows of exact tokens, budgets, requests that reach the engine together, independence of the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Episodes that fail cost themselves alone; environments that return what they must not end the rollout."""
+"""Episodes that fail cost themselves alone; what environments must not return ends the rollout."""
 
 from __future__ import annotations
 
@@ -318,6 +318,8 @@ def test_text_without_tokens_names_sample_and_turn(make_parts: Any, first: int, 
     with pytest.raises(DataError, match=says):
         rollout(make_parts(Foreign), samples(2)[first:], torch.arange(2 - first))
 
+
+# -- turns that a chat template takes in another form or not at all ---------------------------------------------------
 
 CALL = '<tool_call>{{"name": "add", "arguments": {}}}</tool_call>'
 TEMPLATE = (

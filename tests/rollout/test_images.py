@@ -1,4 +1,4 @@
-"""Rollouts with images, of single turns and of episodes: training scores what was sampled, with its own images."""
+"""Rollouts with images, of single turns, of episodes and asynchronous: training scores what was sampled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The guarantees of asynchronous training, on random schedules in virtual time."""
+"""The guarantees of asynchronous training, on random schedules in virtual time, and its log of failed groups."""
 
 from __future__ import annotations
 

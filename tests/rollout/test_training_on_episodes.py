@@ -1,4 +1,4 @@
-"""GRPO, validation and evaluation on episodes of two turns, with the embedded engine."""
+"""GRPO and evaluation on episodes of two turns, also with a template that rewrites history: several rows an episode."""
 
 from __future__ import annotations
 
