@@ -10,29 +10,11 @@ import torch
 
 from rlframework.algorithms.advantages import (
     group_advantages,
-    normalize,
     overlong_penalty,
     own_advantages,
-    reward_std,
     sum_to_end,
 )
 from rlframework.base.errors import UserError
-
-
-def test_group_mean_and_standard_deviation():
-    rewards = torch.tensor([1.0, 0, 0, 1, 3, 1, 1, 1])
-    advantages, constant = group_advantages(rewards, 4, eps=0.0)
-    deviation = (1 / 3) ** 0.5  # of 1, 0, 0, 1 with n - 1
-    assert advantages[:4].tolist() == pytest.approx(
-        [0.5 / deviation, -0.5 / deviation, -0.5 / deviation, 0.5 / deviation]
-    )
-    assert advantages[4:].tolist() == pytest.approx([1.5, -0.5, -0.5, -0.5])
-    assert not constant.any()
-
-
-def test_leave_one_out_compares_with_the_others():
-    advantages, _ = group_advantages(torch.tensor([1.0, 0, 0]), 3, leave_one_out=True, normalize_std=False)
-    assert advantages.tolist() == pytest.approx([1.0, -0.5, -0.5])
 
 
 def test_groups_of_equal_rewards_have_zero_advantage_and_are_marked_constant():
@@ -54,18 +36,6 @@ def test_a_large_offset_that_all_rewards_share_costs_no_digits():
     assert found[0].item() == pytest.approx(0.125 / (0.03125 / 3) ** 0.5, rel=1e-4)  # mean 1000, 2 x 0.125^2 over n - 1
 
 
-def test_no_baseline_leaves_the_rewards() -> None:
-    rewards = torch.tensor([1.0, 0.5, 2.0, 2.0])
-    options: dict[str, Any] = {"group_baseline": False, "normalize_std": False}
-    advantages, constant = group_advantages(rewards, 2, **options)
-    assert advantages.tolist() == [1.0, 0.5, 2.0, 2.0]
-    assert constant.tolist() == [False, False, True, True]
-    alone, _ = group_advantages(rewards, 1, **options)
-    assert alone.tolist() == [1.0, 0.5, 2.0, 2.0]
-    failed, _ = group_advantages(rewards, 2, left_out=torch.tensor([False, True, False, False]), **options)
-    assert failed.tolist() == [1.0, 0.0, 2.0, 2.0]
-
-
 def test_own_advantages_are_those_of_the_function_and_zero_for_what_has_failed() -> None:
     """Groups whose advantages are all 0 count as constant, whatever their rewards are."""
     rewards = torch.tensor([[1.0, 0.0, 4.0], [2.0, 2.0, 5.0]])
@@ -79,29 +49,6 @@ def test_own_advantages_are_those_of_the_function_and_zero_for_what_has_failed()
     assert advantages.dtype == torch.float32
     assert advantages.tolist() == [0.0, 0.0, 3.0, 0.0, 0.0, 0.0]
     assert constant.tolist() == [False] * 3 + [True] * 3
-
-
-def test_own_advantages_that_are_not_finite_are_shown_with_their_rewards() -> None:
-    result: Any = SimpleNamespace(failed=torch.zeros(4, dtype=torch.bool))
-    with pytest.raises(UserError, match=r"returned \[nan, nan\] for the rewards \[0.5, 0.5\]; .* standard deviation"):
-        own_advantages(
-            lambda groups, rollout: (groups - groups.mean(1, keepdim=True)) / groups.std(1, keepdim=True),
-            torch.tensor([[0.0, 1.0], [0.5, 0.5]]),
-            result,
-        )
-
-
-@pytest.mark.parametrize(
-    ("returned", "got"),
-    [
-        (torch.zeros(6), r"of shape \(6,\)"),
-        ([0.0] * 6, "of class list"),
-    ],
-)
-def test_own_advantages_are_one_number_for_each_reward(returned: Any, got: str) -> None:
-    result: Any = SimpleNamespace(failed=torch.zeros(6, dtype=torch.bool))
-    with pytest.raises(UserError, match=f"algorithm.advantage='mine:compare' returned a value {got}"):
-        own_advantages(lambda groups, rollout: returned, torch.zeros(2, 3), result, "mine:compare")
 
 
 def test_the_deviation_of_all_rewards() -> None:
@@ -129,15 +76,19 @@ def test_the_sum_to_the_end_spans_the_rows_of_an_episode() -> None:
     assert found.tolist() == [[7.0, 7.0, 6.0], [4.0, 4.0, 0.0], [24.0, 24.0, 16.0]]
 
 
-def test_a_batch_is_normalized_over_its_counted_tokens() -> None:
-    """1, 1, 4 have mean 2 and squares 6: variance 2 or, with n - 1, 3."""
-    advantages, mask = torch.tensor([[1.0, 1.0, 50.0], [4.0, 50.0, 50.0]]), torch.tensor([[1.0, 1, 0], [1, 0, 0]])
-    for sample, variance in ((False, 2.0), (True, 3.0)):
-        found = normalize(advantages, mask, sample=sample)
-        assert found[mask > 0].tolist() == pytest.approx([x / variance**0.5 for x in (-1, -1, 2)])
-        assert not found[mask == 0].any()
-        assert not normalize(torch.ones(2, 3), mask, sample=sample).any()
-
-
-def test_the_spread_of_groups_of_one_is_no_nan() -> None:
-    assert reward_std(torch.tensor([1.0, 2.0]), 1, torch.zeros(2, dtype=torch.bool)) == 0.0
+@pytest.mark.parametrize(
+    ("compare", "message"),
+    [
+        (
+            lambda groups, rollout: (groups - groups.mean(1, keepdim=True)) / groups.std(1, keepdim=True),
+            r"returned \[nan, nan\] for the rewards \[0.5, 0.5\]; .* standard deviation",
+        ),
+        (lambda groups, rollout: torch.zeros(4), r"'mine:compare' returned a value of shape \(4,\)"),
+        (lambda groups, rollout: [0.0] * 4, "'mine:compare' returned a value of class list"),
+    ],
+    ids=["not finite", "another shape", "a list"],
+)
+def test_own_advantages_are_one_number_for_each_reward(compare: Any, message: str) -> None:
+    result: Any = SimpleNamespace(failed=torch.zeros(4, dtype=torch.bool))
+    with pytest.raises(UserError, match=message):
+        own_advantages(compare, torch.tensor([[0.0, 1.0], [0.5, 0.5]]), result, "mine:compare")

@@ -16,8 +16,7 @@ from rlframework import run
 from rlframework.algorithms import input_checks
 from rlframework.base.errors import ConfigError, DataError
 from rlframework.environments.tool_environment import ToolDataEnvironment
-from rlframework.huggingface.model_directories import make_llama, model_positions
-from rlframework.huggingface.tokenizer import character_tokenizer
+from rlframework.huggingface.model_directories import model_positions
 from rlframework.interfaces.environment import Sample
 from rlframework.runner.launch import dry_run
 
@@ -68,13 +67,6 @@ def test_a_character_that_the_tokenizer_lacks_is_found_before_the_first_step(
     run_config, tmp_path, algorithm, train, validation, told
 ):
     assert refused(run_config(algorithm, *gsm8k(tmp_path, train, validation))).startswith(told)
-
-
-@pytest.mark.slow
-def test_a_prompt_that_leaves_less_room_than_max_new_tokens_is_no_mistake(run_config):
-    longest = ["policy.batching.tokens=128", "generation.max_new_tokens=50", *ONE_STEP]
-    result = run(run_config("grpo", *addition(POSITIONS - 5), *longest))
-    assert result.metrics["train/completion_length"] == 1.0  # 127 tokens of prompt
 
 
 @pytest.mark.slow
@@ -233,14 +225,6 @@ def test_tools_are_refused_with_a_chat_template_whose_calls_are_not_read():
     )
     with pytest.raises(DataError, match="tools cannot be used with the chat template"):
         input_checks.InputCheck(parts)
-
-
-@pytest.mark.slow
-def test_a_model_that_takes_any_length_has_no_limit(run_config, tmp_path, monkeypatch):
-    path = make_llama(tmp_path / "m", character_tokenizer("0123456789+=a"), hidden=16, layers=1, heads=2)
-    monkeypatch.setattr(input_checks, "model_positions", lambda *arguments: None)
-    options = [*addition(200), "policy.batching.tokens=null", f"policy.model_name={path}", *ONE_STEP]
-    assert run(run_config("sft", *options)).metrics["step"] == 1
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from probe_runs import assert_same_weights
 
 from rlframework import run
 from rlframework.base.errors import NotSupported, WriteError
@@ -17,9 +19,10 @@ from rlframework.policy import profiling
 from rlframework.policy.profiling import trace_span
 from rlframework.policy.reporting import Reporting
 from rlframework.policy.shared_state import DeviceMemory
-from rlframework_conformance.policies import read_weights
 
 pytestmark = pytest.mark.slow
+
+SHORT = ["algorithm.num_steps=2"]
 
 
 def events(path: Path) -> list[dict]:
@@ -30,57 +33,37 @@ def events(path: Path) -> list[dict]:
 
 @pytest.mark.thorough
 def test_the_chosen_step_leaves_a_trace_with_the_phases_and_changes_no_weight(run_config, tmp_path, caplog):
-    peak = "observers.peak_tflops=0.5"
-    config = run_config("grpo", "profiler={steps: [2], record_shapes: true}", "algorithm.num_steps=2", peak)
-    result = run(config)
-    told = caplog.text
-    caplog.clear()
-    plain = run_config("grpo", "algorithm.num_steps=2", f"output_dir={tmp_path}/plain")
-    run(plain)
-    assert "perfetto" not in caplog.text
-    assert not (plain.output_dir / "traces").exists()
-    ours, theirs = read_weights(config.output_dir / "model"), read_weights(plain.output_dir / "model")
-    assert all(torch.equal(weight, theirs[name]) for name, weight in ours.items())
+    config = run_config("grpo", "profiler={steps: [2], record_shapes: true}", *SHORT, "observers.peak_tflops=0.5")
+    first, second = (row for row in run(config).history if row["step"])
+    [path] = (config.output_dir / "traces").rglob("*.*")  # and nothing half-written beside it
+    assert path.relative_to(config.output_dir) == Path("traces/step-000002/rank-0.json.gz")
+    assert f"{path}" in caplog.text
+    assert "https://ui.perfetto.dev" in caplog.text
+    run(run_config("grpo", *SHORT, f"output_dir={tmp_path}/plain"))
+    assert not (tmp_path / "plain" / "traces").exists()
+    assert_same_weights(tmp_path / "plain", config.output_dir)
 
-    first, second = (row for row in result.history if row["step"])
     parts = [second[f"time/device/{name}"] for name in ("compute", "exposed_communication", "copies", "idle")]
     assert sum(parts) == pytest.approx(second["time/step"], rel=0.2)
-    assert parts[0] > 0
-    assert parts[1:3] == [0, 0]  # one worker on a CPU
+    assert parts[0] > 0 == sum(parts[1:3])  # one worker on a CPU
     assert not any(name.startswith("time/device/") for name in first)
     for row in (first, second):
         assert row["throughput/mfu"] == pytest.approx(row["throughput/model_tflops_per_worker"] / 0.5)
         assert 0 < row["throughput/mfu"] < 1
 
-    [folder] = (config.output_dir / "traces").iterdir()
-    [path] = folder.iterdir()  # and nothing half-written beside it
-    assert (folder.name, path.name) == ("step-000002", "rank-0.json.gz")
-    assert "https://ui.perfetto.dev" in told
-    assert str(path) in told
-    found = events(path)
-    names = [event["name"] for event in found]
-    for phase in (
-        profiling.FORWARD,
-        profiling.LOSS,
-        profiling.BACKWARD,
-        profiling.CLIP_AND_STEP,
-        profiling.GENERATE,
-    ):
-        assert phase in names
-    assert (
-        names.count(profiling.LOSS) == names.count(profiling.BACKWARD) < names.count(profiling.FORWARD)
-    )  # scoring runs forward
-    assert names.count(profiling.CLIP_AND_STEP) == 2  # 32 rows in batches of 16
-    found.sort(key=lambda event: event["ts"])
+    found = sorted(events(path), key=lambda event: event["ts"])
+    names = Counter(event["name"] for event in found)
+    assert names[profiling.GENERATE] > 0
+    assert 0 < names[profiling.LOSS] == names[profiling.BACKWARD] < names[profiling.FORWARD]  # scoring runs forward
+    assert names[profiling.CLIP_AND_STEP] == 2  # 32 rows in batches of 16
     loss, backward, step = (
         next(event for event in found if event["name"] == phase)
         for phase in (profiling.LOSS, profiling.BACKWARD, profiling.CLIP_AND_STEP)
     )
     forward = [event for event in found if event["name"] == profiling.FORWARD and event["ts"] < loss["ts"]][-1]
-    assert forward["ts"] + forward["dur"] <= loss["ts"] < backward["ts"] < step["ts"]
-    inside = [
-        e for e in found if e["name"] == "aten::mm" and forward["ts"] <= e["ts"] <= forward["ts"] + forward["dur"]
-    ]
+    end = forward["ts"] + forward["dur"]
+    assert end <= loss["ts"] < backward["ts"] < step["ts"]
+    inside = [event for event in found if event["name"] == "aten::mm" and forward["ts"] <= event["ts"] <= end]
     assert inside
     assert all("Input Dims" in event["args"] for event in inside)
 

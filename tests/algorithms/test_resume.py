@@ -10,11 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from probe_runs import assert_same_run, assert_same_weights, begin, numbers_of, rows_of, wait_for, weights
+import torch
+from probe_runs import assert_same_run, begin, numbers_of, rows_of, wait_for
+from safetensors.torch import load_file
 
 from rlframework import run
 from rlframework.algorithms.checkpoints import checkpoints_in, step_of_checkpoint
-from rlframework.base.errors import ConfigError, DataError, RunTerminated, UserError
+from rlframework.base.errors import ConfigError, RunTerminated, UserError
 from rlframework.base.files import exclusive_directory
 from rlframework.runner.launch import resume
 
@@ -34,12 +36,31 @@ CURRICULUM = [
     "algorithm.prompts_per_step=16",
     "algorithm.samples_per_prompt=2",
 ]
+EPISODES = [
+    "generation.max_new_tokens=6", "generation.stop_token_ids=[8, 9, 10, 11, 12, 13]", 'plugins=["probe_games"]',
+    "~environment",
+    "environment={name: two_turns, max_episode_tokens: 24, fails: 3, gather_timeout: 20}",
+]  # fmt: skip
+REFERENCE = ["algorithm.loss.kl_coef=0.5", "algorithm.reference_sync={steps: 2, alpha: 0.6}"]
+IN_SHARDS = ["checkpoints={every: 2, format: sharded, asynchronous: true}"]
+PPO = ["algorithm.name=ppo", "algorithm.samples_per_prompt=1", "algorithm.prompts_per_step=32"]
+PPO += ["critic={scheduler: {name: linear, total_steps: 6}}"]
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "keys"), [pytest.param("sft", [], marks=pytest.mark.thorough), ("grpo", []), ("grpo", CURRICULUM)]
+    ("algorithm", "keys", "shown"),
+    [
+        pytest.param("sft", [], "train/loss", id="supervised", marks=pytest.mark.thorough),
+        pytest.param("grpo", [], "train/reward", id="grpo"),
+        pytest.param("grpo", CURRICULUM, "train/prompts_skipped", id="a curriculum"),
+        pytest.param("grpo", EPISODES, "train/failed_episodes", id="episodes that fail"),
+        pytest.param("grpo", REFERENCE, "train/reference_synced", id="a reference that moves"),
+        pytest.param("grpo", [*REFERENCE, *IN_SHARDS], "train/reference_synced", id="a reference in shards"),
+        pytest.param("grpo", PPO, "train/value", id="a critic", marks=pytest.mark.thorough),
+    ],
 )
-def test_resuming_from_a_checkpoint_gives_the_same_numbers(run_config, tmp_path, algorithm, keys):
+def test_resuming_from_a_checkpoint_gives_the_same_numbers(run_config, tmp_path, algorithm, keys, shown):
+    """And the same weights; `shown` is a metric of what is special, so it is not 0 in each step."""
     more = ["policy.scheduler={name: cosine, warmup_steps: 2, total_steps: 6}", *keys]
     run(run_config(algorithm, *overrides(tmp_path / "whole", *more)))
     run(run_config(algorithm, *overrides(tmp_path / "two", *more), "algorithm.num_steps=4"))
@@ -47,7 +68,10 @@ def test_resuming_from_a_checkpoint_gives_the_same_numbers(run_config, tmp_path,
     whole, two = numbers_of(tmp_path / "whole"), numbers_of(tmp_path / "two")
     del two[4], whole[4]  # the last step of the shorter run has a validation that the other has not
     assert whole == two
-    assert_same_weights(tmp_path / "whole", tmp_path / "two")
+    assert any(row.get(shown) for row in whole.values())
+    for path in (tmp_path / "whole").glob("*/model.safetensors"):  # of the policy, and of a critic
+        trained, resumed = load_file(path), load_file(tmp_path / "two" / path.parent.name / path.name)
+        assert all(torch.equal(weight, resumed[name]) for name, weight in trained.items())
     environment = json.loads((tmp_path / "two" / "environment.json").read_text())
     assert environment["resumed"] == {"after_step": 4, "changed": {"algorithm.num_steps": [4, 6]}}
 
@@ -83,15 +107,6 @@ def test_keeping_the_best_by_a_metric_that_no_checkpoint_has_is_told(run_config,
     run(run_config("sft", *overrides(tmp_path / "run"), *keep))
     assert "checkpoints.keep_best=1 kept no checkpoint: none is of a step that has" in caplog.text
     assert "let checkpoints.every be a multiple of algorithm.validation.every, or name another metric" in caplog.text
-
-
-def test_a_misspelled_metric_is_told_once_it_could_be_compared(run_config, tmp_path, caplog):
-    keep = ["checkpoints={every: 1, keep_best: 1, metric: validation/accurcy}", "algorithm.num_steps=2"]
-    run(run_config("sft", *keep, "algorithm.validation.every=1", f"output_dir={tmp_path / 'run'}"))
-    message = "there is no metric checkpoints.metric='validation/accurcy'; there are validation/accuracy"
-    assert caplog.text.count(message) == 1
-    assert "'validation/accurcy'; no step of this run had it: name another metric" in caplog.text
-    assert "multiple of" not in caplog.text
 
 
 def test_a_metric_counts_for_the_step_that_it_was_measured_at(run_config, tmp_path, caplog):
@@ -191,24 +206,6 @@ def test_a_resume_that_is_rejected_changes_no_file(run_config, tmp_path):
     assert json.loads((tmp_path / "run" / "environment.json").read_text())["resumed"]["changed"] == {
         "algorithm.num_steps": [5, 6]
     }
-
-
-def test_a_damaged_checkpoint_is_reported(run_config, tmp_path):
-    run(run_config("sft", *overrides(tmp_path / "run"), "algorithm.num_steps=2"))
-    [path] = checkpoints_in(tmp_path / "run")
-    (path / "run.json").write_text("{")
-    with pytest.raises(DataError, match=r"run\.json is truncated: it has 1 bytes"):
-        resume(tmp_path / "run", ["algorithm.num_steps=6"])
-
-
-@pytest.mark.thorough
-def test_resuming_with_other_workers_agrees_to_rounding(run_config, tmp_path):
-    run(run_config("sft", *overrides(tmp_path / "whole")))
-    run(run_config("sft", *overrides(tmp_path / "run"), "algorithm.num_steps=4"))
-    resume(tmp_path / "run", ["algorithm.num_steps=6", "worker_group={name: processes, num_workers: 2}"])
-    wanted = weights(tmp_path / "whole")
-    for name, weight in weights(tmp_path / "run").items():
-        assert (weight - wanted[name]).norm() < 2e-4 * wanted[name].norm(), name
 
 
 # -- processes that are ended ------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The asynchronous client: requests and batches, their order, cancellation, and how often engines are called."""
+"""The asynchronous client: order, cancellation, how often engines are called, and faults of engines and refits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 from stub_engines import FakeEngine, request, run, until
 
-from rlframework.base.errors import RLFrameworkError
+from rlframework.base.errors import DeadlineExceeded, EngineNotReady, RequestError, RLFrameworkError, WorkerLost
 from rlframework.generation.client import GenerationClient
 from rlframework.interfaces.generation import Incoming, Outgoing
 
@@ -32,18 +32,6 @@ def test_requests_finish_one_by_one(inline: bool) -> None:
     assert sorted(engines[0].seen + engines[1].seen) == sorted([f"r{n}" for n in range(40)] * 2)
     assert all(len(engine.threads) == 1 for engine in engines)
     assert (threading.get_ident() in engines[0].threads) is inline
-
-
-def test_a_batch_is_returned_in_order_each_row_from_its_lane() -> None:
-    engines = [FakeEngine(polls=2, limit=3), FakeEngine(limit=3)]
-    client = GenerationClient(engines, limit=3)
-
-    async def test() -> None:
-        results = await client.generate_all([request(number) for number in range(12)], [0] * 6 + [1] * 6)
-        assert [int(each.token_ids) for each in results] == list(range(12))
-
-    run(test)
-    assert [engine.seen for engine in engines] == [[f"r{n}" for n in range(6)], [f"r{n}" for n in range(6, 12)]]
 
 
 class Notified(FakeEngine):
@@ -84,15 +72,6 @@ def test_exchanges_of_many_engines_last_longer(
 
     run(test)
     assert timeouts == pytest.approx([batch, single, single])
-
-
-def test_engines_that_are_called_together_have_short_exchanges_only_while_requests_come() -> None:
-    engine = FakeEngine()
-    engine.interval = 1.0
-    client = GenerationClient([engine], limit=1)
-    assert client.longest(engine) == 1.0
-    client.gather = at_once
-    assert client.longest(engine) == pytest.approx(0.1)
 
 
 def test_an_engine_is_notified_of_requests_and_aborts_once_for_an_exchange() -> None:
@@ -146,19 +125,6 @@ def test_a_call_of_an_engine_ends_its_exchange() -> None:
     with pytest.raises(AttributeError):  # it has no worker group; the exchange is awaited before
         engine.start("get_info")
     assert exchange.done()
-
-
-def test_a_lane_can_be_chosen_and_sessions_stay() -> None:
-    engines = [FakeEngine(), FakeEngine()]
-    client = GenerationClient(engines, limit=99)
-
-    async def test() -> None:
-        await asyncio.gather(*(client.generate(request(number), lane=1) for number in range(5)))
-        await client.generate(request(5, session="s"), lane=1)
-        await client.generate(request(6, session="s"))
-
-    run(test)
-    assert engines[0].seen == []
 
 
 def test_cancelling_and_running_out_of_time_abort_at_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,3 +192,106 @@ def test_draining_aborts_what_nobody_waits_for_and_rejects_what_is_awaited() -> 
         assert [int((await client.generate(request(number))).token_ids) for number in range(4)] == [0, 1, 2, 3]
 
     run(again)
+
+
+@pytest.mark.parametrize("cause", ["rejected", "cancelled", "name in use"])
+def test_the_rest_of_a_batch_is_aborted_after_an_error(cause: str) -> None:
+    engine = FakeEngine(polls=10**6)
+    client = GenerationClient([engine], limit=9)
+
+    async def test() -> None:
+        last = {"rejected": request(-1), "cancelled": request(2), "name in use": request(0)}[cause]
+        batch = asyncio.ensure_future(client.generate_all([request(0), request(1), last], [None] * 3))
+        if cause == "cancelled":
+            await until(lambda: "r2" in engine.seen)
+            batch.cancel()
+        with pytest.raises(asyncio.CancelledError if cause == "cancelled" else RequestError):
+            await batch
+        await client.drain()
+
+    run(test)
+    assert not engine.held[0]
+    assert set(engine.aborted) == {"cancelled": {"r0", "r1", "r2"}, "rejected": {"r0", "r1"}}.get(cause, set())
+
+
+@pytest.mark.parametrize("error", [WorkerLost("killed"), DeadlineExceeded("silent")])
+def test_requests_of_a_lost_engine_go_to_the_others(error: Exception) -> None:
+    lost, other = FakeEngine(polls=10**9), FakeEngine()
+    client = GenerationClient([lost, other], limit=2)
+
+    async def test() -> None:
+        pending = [asyncio.ensure_future(client.generate(request(number), lane=0)) for number in range(5)]
+        await until(lambda: lost.seen)
+        lost.fail = error
+        assert [int(each.token_ids) for each in await asyncio.gather(*pending)] == list(range(5))
+        assert lost.lost
+        client.replaced(0, FakeEngine())
+        await client.generate(request(5), lane=0)
+        assert len(client.engines[0].seen) == 1  # type: ignore[attr-defined]
+
+    run(test)
+
+
+def test_without_an_engine_left_requests_fail() -> None:
+    engine = FakeEngine(polls=10**9)
+    client = GenerationClient([engine], limit=1)
+
+    async def test() -> None:
+        pending = [asyncio.ensure_future(client.generate(request(number))) for number in range(3)]
+        await until(lambda: engine.seen)
+        engine.fail = WorkerLost("killed")
+        results = await asyncio.gather(*pending, return_exceptions=True)
+        assert [type(each) for each in results] == [WorkerLost] * 3
+        with pytest.raises(WorkerLost, match="all generation engines are lost: killed"):
+            await client.generate(request(4))
+
+    run(test)
+
+
+@pytest.mark.parametrize("inline", [False, True])
+def test_an_error_of_an_engine_is_not_given_to_the_others(inline: bool) -> None:
+    """An engine in the driver's process goes on; what it still has of the failed requests is aborted."""
+    broken, other = FakeEngine(polls=10**9, inline=inline), FakeEngine()
+    client = GenerationClient([broken, other], limit=9)
+
+    async def test() -> None:
+        pending = [asyncio.ensure_future(client.generate(request(number), lane=0)) for number in range(2)]
+        await until(lambda: broken.seen)
+        broken.fail = RLFrameworkError("not finite")
+        results = await asyncio.gather(*pending, return_exceptions=True)
+        assert [str(each) for each in results] == ["not finite"] * 2
+        broken._polls = 1
+        assert int((await client.generate(request(3), lane=0)).token_ids) == 3
+        assert (broken.aborted == ["r0", "r1"]) is inline
+        assert other.seen == ([] if inline else ["r3"])
+
+    run(test)
+
+
+class Weights:
+    """The state of the engines' weights: proven, or those of a refit that failed."""
+
+    proven = True
+
+    def require_ready(self) -> None:
+        if not self.proven:
+            raise EngineNotReady("their last refit failed")
+
+
+def test_results_of_an_exchange_during_which_a_refit_fails_are_not_returned():
+    engine = FakeEngine()
+    weights = Weights()
+    client = GenerationClient([engine], limit=4, require_ready=weights.require_ready)
+
+    async def test() -> None:
+        engine.gate.clear()
+        task = asyncio.ensure_future(client.generate(request(1)))
+        await until(lambda: engine.threads)
+        weights.proven = False
+        engine.gate.set()
+        with pytest.raises(EngineNotReady, match="their last refit failed"):
+            await task
+        weights.proven = True
+        assert (await client.generate(request(2))).token_ids.tolist() == [2]
+
+    run(test)

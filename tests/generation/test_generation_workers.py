@@ -101,14 +101,6 @@ def pid_of(generation, index: int = 0) -> int:
     return int(generation.client.engines[index].call("get_info")[0]["pid"])
 
 
-def test_weights_are_sent_when_they_are_stale_and_not_again(parts):
-    assert parts.generation.pop_metrics()["refit/mb"] > 0
-    parts.generation.prepare_for_generation()
-    assert parts.generation.pop_metrics() == {}
-    parts.generation.refit()
-    assert parts.generation.pop_metrics()["time/refit"] > 0
-
-
 def test_probes_are_no_longer_than_the_engine_takes(parts):
     """As with `generation.vllm.max_model_len`; the model has 64 positions."""
     generation, config = parts.generation, parts.config
@@ -158,20 +150,6 @@ def test_a_replacement_that_starts_after_the_end_is_shut_down(parts, monkeypatch
     assert not ended.is_set()
     may_start.set()
     assert ended.wait(300)
-
-
-def test_a_backend_without_offload_refits_its_engines(run_config, tmp_path):
-    """`ddp` does not declare `cpu_offload`; with engines in processes of their own its numbers stay the same."""
-    ddp = ("policy.backend=ddp", "generation.workers.num_workers=1", *OPTIONS)
-    embedded = run(run_config("grpo", f"output_dir={tmp_path}/embedded", "policy.backend=ddp", *OPTIONS))
-    result = run(run_config("grpo", f"output_dir={tmp_path}/ddp", *ddp, *APART))
-    require_the_same(result, embedded)
-    assert result.history[-1]["refit/mb"] > 0
-
-
-def test_one_engine_fits_into_the_drivers_process(run_config, tmp_path, alone):
-    result = run(run_config("grpo", f"output_dir={tmp_path}/inline", *OPTIONS, "generation.workers.group=inline"))
-    require_the_same(result, alone)
 
 
 @pytest.mark.parametrize(
@@ -239,18 +217,3 @@ def test_the_loss_of_an_engine_costs_its_unfinished_tokens_and_nothing_else(run_
     assert not (tmp_path / "lost" / RESTARTS_FILE).exists()
     [told] = [message for message in caplog.messages if "was lost" in message]
     assert re.fullmatch(r"generation engine 1 was lost, and is replaced: the process of rank 0 .* SIGKILL.*", told)
-
-
-@pytest.mark.thorough
-def test_a_run_that_lost_an_engine_resumes_from_its_checkpoint(run_config, tmp_path, monkeypatch, caplog):
-    """With `fault_tolerance` after the loss of the only one: new workers, and the steps of an undisturbed run."""
-    steps = ("algorithm.num_steps=3", "algorithm.validation={at_start: false, at_end: false}", "checkpoints.every=1")
-    options = (*OPTIONS, *APART, *steps, "fault_tolerance={max_restarts: 1, backoff: 0.01}")
-    whole = run(run_config("grpo", f"output_dir={tmp_path}/whole", *options))
-    kill_during_generation(monkeypatch, call=3)
-    result = run(run_config("grpo", f"output_dir={tmp_path}/lost", *options))
-    assert result.metrics["step"] == 3
-    for name in ("train/reward", "train/loss", "train/grad_norm"):
-        assert result.metrics[name] == whole.metrics[name], name
-    assert (tmp_path / "lost" / RESTARTS_FILE).read_text().count("WorkerLost") == 1
-    assert "it cannot be restarted" not in caplog.text

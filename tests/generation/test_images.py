@@ -1,7 +1,8 @@
-"""Generation from images: tiny vision-language models against `model.generate` and plain forwards, row by row."""
+"""Generation from images: tiny vision-language models against plain forwards, and places of images in prompts."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,10 +11,8 @@ import torch
 
 from rlframework.base.errors import RequestError
 from rlframework.batch.batched_data_dict import BatchedDataDict
-from rlframework.generation.media import Media
-from rlframework.huggingface.model_directories import quiet_transformers
+from rlframework.generation.media import Media, image_places
 from rlframework.huggingface.tokenizer import character_tokenizer
-from rlframework.huggingface.vision_models import image_tokens
 from rlframework.interfaces.generation import GenerationRequest, GenerationResult, SamplingParams
 from rlframework_transformers.engine import TransformersEngine
 from rlframework_transformers.plugin import TransformersGenerationConfig
@@ -91,28 +90,6 @@ def require_logprobs(model: Any, rows: BatchedDataDict[Any], results: dict[str, 
 
 
 @pytest.mark.slow
-def test_greedy_is_generate(family, model, rows):
-    engine = engine_of(model)
-    engine.submit(requests_of(rows, GREEDY))
-    results = served(engine)
-    for request in requests_of(rows, GREEDY):
-        types = {}
-        if family in tiny_vlms.TOKEN_TYPES and request.media:
-            types = {tiny_vlms.TOKEN_TYPES[family]: (request.prompt_ids == tiny_vlms.IMAGE).int()[None]}
-        expected = model.generate(
-            input_ids=request.prompt_ids[None],
-            **request.media,
-            **types,
-            max_new_tokens=request.max_new_tokens,
-            do_sample=False,
-            eos_token_id=None,
-            suppress_tokens=image_tokens(model.config),
-            attention_mask=torch.ones(1, len(request.prompt_ids), dtype=torch.int64),
-        )
-        assert results[request.request_id].token_ids.tolist() == expected[0, len(request.prompt_ids) :].tolist()
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [2, 8])
 def test_logprobs_are_those_of_the_trainer(family, model, rows, batch_size):
     """With room for two rows, others join later; lengths and numbers of images differ."""
@@ -174,30 +151,6 @@ def test_rows_go_on_with_new_weights(family, rows):
     require_logprobs(model, rows, results, family)
 
 
-@pytest.mark.slow
-def test_a_refit_covers_the_vision_tower(family, rows, tmp_path):
-    """The engine's own module, with weights under their names in files; the second update changes the tower alone."""
-    from safetensors.torch import load_file
-
-    model = tiny_vlms.make_model(family)
-    with quiet_transformers():
-        model.save_pretrained(tmp_path)
-    weights = load_file(tmp_path / "model.safetensors")
-    config = TransformersGenerationConfig(max_new_tokens=8)
-    engine = TransformersEngine(config, TOKENIZER, model_name=str(tmp_path), device="cpu", precision="float32")
-    for version in (1, 2):
-        engine.begin_weight_update(version, {name: (tuple(w.shape), w.dtype) for name, w in weights.items()})
-        engine.load_weights(weights.items())
-        engine.finish_weight_update()
-        engine.submit(requests_of(rows, GREEDY))
-        results = served(engine)
-        require_logprobs(model, rows, results, family)
-        with torch.no_grad():
-            tower = [name for name in weights if "vision" in name or "visual" in name]
-            for tensor in (*(weights[name] for name in tower), *_tower(model)):
-                tensor.mul_(1.5)
-
-
 def _tower(model: Any) -> list[torch.Tensor]:
     return [weight for name, weight in model.named_parameters() if "vision" in name or "visual" in name]
 
@@ -226,3 +179,46 @@ def text_model():
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return LlamaForCausalLM(LlamaConfig(**tiny_vlms.TEXT)).eval()
+
+
+IMAGE = 9
+CONFIG = SimpleNamespace(
+    model_type="qwen2_vl", image_token_id=IMAGE, vision_config=SimpleNamespace(spatial_merge_size=2)
+)
+
+
+def asked(ids: list[int], *grids: tuple[int, int]) -> GenerationRequest:
+    media = {}
+    if grids:
+        media["image_grid_thw"] = torch.tensor([[1, *grid] for grid in grids])
+        media["pixel_values"] = torch.arange(4.0 * sum(high * wide for high, wide in grids)).view(-1, 4)
+    return GenerationRequest("r", torch.tensor(ids), 0, 1, media=media)
+
+
+def test_each_image_has_its_tokens_and_its_own_tensors():
+    first, second = image_places(asked([1, IMAGE, 2, IMAGE, IMAGE, 3], (2, 2), (2, 4)), CONFIG)
+    assert (first.start, first.tokens, second.start, second.tokens) == (1, 1, 3, 2)
+    assert second.media.inputs["image_grid_thw"].tolist() == [[1, 2, 4]]
+    assert second.media.inputs["pixel_values"].flatten().tolist() == [float(number) for number in range(16, 48)]
+    assert image_places(asked([1, 2]), CONFIG) == []
+
+
+@pytest.mark.parametrize(
+    ("ids", "grids", "message"),
+    [
+        ([1, IMAGE, 2], [], "1 image tokens, but the model makes 0 features"),
+        ([1, IMAGE, 2], [(2, 4)], "1 image tokens, but the model makes 2 features"),
+        ([1, IMAGE, IMAGE, IMAGE], [(2, 4)], "3 image tokens, but the model makes 2 features"),
+        ([IMAGE, 1, IMAGE], [(2, 4)], "other tokens among those of an image"),
+    ],
+)
+def test_tokens_that_do_not_fit_the_images_are_rejected(ids, grids, message):
+    with pytest.raises(RequestError, match=message):
+        image_places(asked(ids, *grids), CONFIG)
+
+
+def test_images_whose_features_cannot_be_counted_are_rejected():
+    unknown = SimpleNamespace(model_type="other", image_token_id=IMAGE)
+    sound = GenerationRequest("r", torch.tensor([IMAGE]), 0, 1, media={"sound": torch.zeros(2)})
+    with pytest.raises(RequestError, match="media sound, of which the number of features of a other model"):
+        image_places(sound, unknown)

@@ -103,22 +103,6 @@ def test_draining_waits_for_the_requests_in_progress() -> None:
     assert len(client.requests) == 2
 
 
-def test_a_request_that_was_not_begun_keeps_its_seed() -> None:
-    client = CountingClient()
-    client.aborting = True
-
-    async def work() -> GenerationResult:
-        found = completions(client)
-        task = asyncio.create_task(found.complete([0], 7, 8))
-        await found.close(interrupt=True)
-        await found.open()
-        return await task
-
-    result = asyncio.run(work())
-    assert result.token_ids.tolist() == list(range(1, 9))
-    assert {request.seed for request in client.requests} == {7}
-
-
 def test_a_lost_engine_is_waited_for_but_not_for_ever() -> None:
     client = CountingClient()
     client.losses = MOST_LOSSES - 1

@@ -1,8 +1,11 @@
-"""Requests that come and go while others are decoded: rows, prefixes, weights, and what is computed for them."""
+"""The transformers engine beyond the suite of the conformance kit: what is computed, and what is rejected."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,19 +13,18 @@ import torch
 from causal_kinds import KINDS, tiny_model
 from torch import Tensor
 
-from rlframework.base.errors import EngineNotReady, RequestError
+from rlframework.base.errors import BatchError, ConfigError, RequestError, RLFrameworkError
+from rlframework.generation.stop_tokens import stop_tokens
+from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.interfaces.generation import GenerationRequest, GenerationResult, SamplingParams, WeightSpan
 from rlframework_transformers.decoding import RowBatch
 from rlframework_transformers.engine import TransformersEngine
 
-SAMPLED, GREEDY = SamplingParams(), SamplingParams(0.0)
-PROMPTS = [[3, 9, 4], [7, 2, 13, 5, 5], [6], [3, 9, 4], [8, 8, 2, 11, 3, 4, 10]]
-
 
 def request(
-    name: str, prompt: list[int], new: int = 8, seed: int = 0, sampling: SamplingParams = SAMPLED, **given: Any
+    name: str, prompt: list[int], new: int = 8, seed: int = 0, sampling: SamplingParams | None = None, **given: Any
 ) -> GenerationRequest:
-    return GenerationRequest(name, torch.tensor(prompt), seed, new, sampling, **given)
+    return GenerationRequest(name, torch.tensor(prompt), seed, new, sampling or SamplingParams(), **given)
 
 
 def finish(engine: TransformersEngine) -> dict[str, GenerationResult]:
@@ -60,30 +62,6 @@ def forwards(tiny: Any) -> Iterator[list[int]]:
     handle.remove()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llama", "mistral", "bloom", "bart", "rwkv"])
-def test_rows_that_arrive_at_any_time_are_those_of_rows_alone(kind: str, tiny: Any) -> None:
-    """Requests arrive after each poll, in other orders; kinds that are packed, padded, of equal length, and whole."""
-    model = tiny_model(KINDS[kind])
-    engine = tiny.engine(model=model, batch_size=3).engine
-    asked = [
-        request(str(row), prompt, 3 + 2 * row, row, (GREEDY, SAMPLED)[row % 2]) for row, prompt in enumerate(PROMPTS)
-    ]
-    expected = {each.request_id: alone(engine, each) for each in asked}
-    found: dict[str, GenerationResult] = {}
-    for each in reversed(asked):
-        engine.submit([each])
-        found |= {result.request_id: result for result in engine.poll(0.0)}
-    found |= finish(engine)
-    for name, result in found.items():
-        same(result, expected[name])
-        assert result.finish_reason == "length"
-    assert len(found) == len(asked)
-    for each in asked:
-        if each.sampling is SAMPLED:
-            torch.testing.assert_close(found[each.request_id].logprobs, scored(model, each, found[each.request_id]))
-
-
 def test_a_finished_row_makes_room_at_once(tiny: Any, forwards: list[int]) -> None:
     """Two rows at a time: three short ones pass by one long one, in no more steps than that has."""
     engine = tiny.engine(batch_size=2).engine
@@ -95,17 +73,6 @@ def test_a_finished_row_makes_room_at_once(tiny: Any, forwards: list[int]) -> No
     steps = [tokens for tokens in forwards if tokens <= 2]
     assert len(steps) <= 30 + 3
     assert max(forwards) <= 4
-
-
-def test_a_poll_returns_after_its_timeout_with_a_token_more(tiny: Any) -> None:
-    engine = tiny.engine().engine
-    engine.submit([request("a", [3, 4], 5)])
-    polls = 0
-    while not (results := engine.poll(0.0)):
-        polls += 1
-    assert polls == 4
-    assert results[0].spans == (WeightSpan(0, 5, 0),)
-    assert engine.poll(None) == []
 
 
 @pytest.mark.slow
@@ -137,34 +104,6 @@ def test_the_next_turn_of_a_session_computes_its_new_tokens(tiny: Any, forwards:
     forwards.clear()
     alone(engine, request("6", turn, 1, session_id="s"))
     assert forwards[0] == len(turn), "nothing computed with earlier weights may be used"
-
-
-@pytest.mark.slow
-def test_aborted_requests_return_what_they_have(tiny: Any) -> None:
-    engine = tiny.engine(batch_size=2).engine
-    engine.submit([request(name, [3 + row], 9, row) for row, name in enumerate("abc")])
-    engine.poll(0.0)
-    engine.poll(0.0)
-    engine.abort(["a", "c", "unknown"])
-    found = finish(engine)
-    assert [found[name].finish_reason for name in "abc"] == ["aborted", "length", "aborted"]
-    assert [len(found[name].token_ids) for name in "abc"] == [2, 9, 0]
-    assert found["a"].spans == (WeightSpan(0, 2, 0),)
-    assert found["c"].spans == ()
-    same(found["b"], alone(tiny.engine().engine, request("b", [4], 9, 1)))
-
-
-@pytest.mark.slow
-def test_nothing_is_served_while_paused(tiny: Any) -> None:
-    engine = tiny.engine().engine
-    engine.submit([request("a", [3], 4), request("b", [4], 4)])
-    engine.poll(0.0)
-    engine.pause()
-    assert engine.poll(None) == []
-    engine.pause("abort")
-    assert {result.finish_reason for result in engine.poll(None)} == {"aborted"}
-    engine.resume()
-    same(alone(engine, request("a", [3], 4)), alone(tiny.engine().engine, request("a", [3], 4)))
 
 
 @pytest.mark.slow
@@ -212,26 +151,6 @@ def test_weights_that_are_updated_in_place_are_those_that_are_used(tiny: Any) ->
     assert engine.release() >= sum(layer.weight.nbytes for layer in model.modules() if type(layer) is torch.nn.Linear)
 
 
-@pytest.mark.slow
-def test_a_long_row_with_a_window_sees_only_that(tiny: Any) -> None:
-    """Prompts longer and shorter than the window, and rows that leave it behind."""
-    from transformers import MistralConfig, MistralForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 15}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    model = MistralForCausalLM(MistralConfig(**sizes, **heads, sliding_window=6, initializer_range=0.4)).eval()
-    engine = tiny.engine(model=model).engine
-    asked = [request(str(row), prompt, 14, row) for row, prompt in enumerate([*PROMPTS, list(range(2, 13))])]
-    engine.submit(asked[:3])
-    found = {result.request_id: result for _ in range(4) for result in engine.poll(0.0)}
-    engine.submit(asked[3:])
-    found |= finish(engine)
-    for each in asked:
-        result = found[each.request_id]
-        torch.testing.assert_close(result.logprobs, scored(model, each, result), atol=1e-5, rtol=1e-5)
-
-
 def stopping(token: int) -> GenerationRequest:
     return request("b", [3], sampling=SamplingParams(stop_token_ids=frozenset({token})))
 
@@ -267,11 +186,107 @@ def test_requests_that_cannot_be_served(tiny: Any) -> None:
     assert set(finish(engine)) == {"a"}
 
 
-def test_it_waits_for_weights(tiny: Any) -> None:
-    engine = tiny.engine(attach=False).engine
-    assert engine.poll(None) == []
-    engine.submit([request("a", [3])])
-    with pytest.raises(EngineNotReady, match="no weights yet"):
-        engine.poll(0.0)
-    engine.attach(tiny.model, 3)
-    assert finish(engine)["a"].spans[0].version == 3
+ALPHABET = "0123456789+= "
+EOS = 1
+RAGGED = [[5], [3, 9, 4, 12, 6], [7, 2, 13] * 7, [5, 5], [14, 13], [3, 9, 4, 12, 6], [8] * 11]
+
+
+@pytest.mark.slow
+def test_a_group_is_prefilled_once_and_its_rows_differ(tiny: Any, batch: Any, completions: Any, forwards: Any) -> None:
+    prompts = [[3, 9, 4]] * 24 + [[6, 6]] * 24
+    output = tiny.engine(max_new_tokens=8).generate(batch(prompts))
+    rows = completions(output)
+    assert forwards[0] == 5, "two different prompts in one packed row"
+    assert forwards[1] > 2, "a token of each row"
+    assert len({tuple(row) for row in rows[:24]}) > 8
+    for row in (0, 13, 24, 47):
+        alone = tiny.engine(max_new_tokens=8).generate(batch([prompts[row]], [row]))
+        assert completions(alone)[0] == rows[row]
+
+
+@pytest.mark.slow
+def test_all_sources_of_end_tokens(tiny: Any, batch: Any, completions: Any, plain_greedy: Any, tmp_path: Path) -> None:
+    """Stop ids, stop strings, and the model's own end-of-sequence tokens, in a file beside it."""
+    prompt = next(p for p in RAGGED if len(plain_greedy(tiny.model, p, {EOS}, 24)) > 3)
+    path = plain_greedy(tiny.model, prompt, {EOS}, 24)
+    stop = path[2]
+    cut = path[: path.index(stop) + 1]
+    text = tiny.tokenizer.decode([stop])
+    for options in ({"stop_token_ids": (stop,)}, {"stop_strings": (text,)}):
+        output = tiny.engine(max_new_tokens=24, temperature=0.0, **options).generate(batch([prompt]))
+        assert completions(output) == [cut]
+        assert output["truncated"].tolist() == [False]
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOS, stop]}), encoding="utf-8")
+    engine = replace(tiny.engine(max_new_tokens=24, temperature=0.0))
+    engine.stops = stop_tokens(engine.config, tiny.tokenizer, str(tmp_path))
+    assert completions(engine.generate(batch([prompt]))) == [cut]
+
+
+def test_end_tokens_of_the_model_beyond_its_vocabulary_are_ignored_with_a_warning(
+    tiny: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiny.model.config.save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOS, 9999]}), encoding="utf-8")
+    assert stop_tokens(tiny.engine().config, tiny.tokenizer, str(tmp_path)) == {EOS}
+    assert len([record for record in caplog.records if "9999" in record.getMessage()]) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stop_strings": ("12",)}, r"stop_strings: '12' is not a single token of the tokenizer but 2"),
+        ({"stop_strings": ("x",)}, r"stop_strings: 'x' is not a single token .*no token for it"),
+        ({"stop_token_ids": (99,)}, r"stop_token_ids: 99 is not a token of the tokenizer; its tokens are 0 to 14"),
+    ],
+)
+def test_stops_that_are_not_tokens(tiny: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        tiny.engine(**options)
+
+
+@pytest.mark.slow
+def test_rows_that_run_out_of_positions_leave_the_others_alone(
+    tiny: Any, batch: Any, completions: Any, plain_greedy: Any
+) -> None:
+    """A GPT-2 has a table of positions and none beyond it. The pad token is the end-of-sequence token."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(1)
+    config = GPT2Config(vocab_size=15, n_positions=12, n_embd=32, n_layer=2, n_head=4, initializer_range=0.4)
+    model = GPT2LMHeadModel(config).eval()
+    model.generation_config.eos_token_id = None
+    tokenizer = character_tokenizer(ALPHABET)
+    tokenizer.pad_token = tokenizer.eos_token
+    prompts = [[token] * length for length in (1, 3) for token in range(2, 14)] + [[4] * 8, [5] * 10, [6] * 11]
+    engine = tiny.engine(tokenizer, model, max_new_tokens=9, temperature=0.0)
+    output = engine.generate(batch(prompts, pad=EOS))
+    expected = [plain_greedy(model, prompt, {EOS}, min(9, 12 - len(prompt))) for prompt in prompts]
+    assert completions(output) == expected
+    assert output["truncated"].tolist() == [row[-1] != EOS for row in expected]
+    assert len({len(row) for row in expected if row[-1] != EOS}) > 2
+
+
+def test_bad_batches(tiny: Any, batch: Any) -> None:
+    engine = tiny.engine()
+    data = batch([[3, 4], [5]])
+    del data["seeds"]
+    with pytest.raises(BatchError, match=r"needs input_ids, input_lengths and seeds; \['seeds'\] are not in"):
+        engine.generate(data)
+    data = batch([[3, 4], [5]])
+    data["input_lengths"] = torch.tensor([2, 0])
+    with pytest.raises(BatchError, match="input_lengths of row 1 is 0; it must be between 1 and 2"):
+        engine.generate(data)
+    data["input_lengths"] = torch.tensor([2])
+    with pytest.raises(BatchError, match=r"input_lengths \[B\] and seeds \[B\]"):
+        engine.generate(data)
+
+
+def test_weights_that_are_not_finite(tiny: Any, batch: Any) -> None:
+    weight = tiny.model.model.norm.weight
+    saved = weight.detach().clone()
+    try:
+        weight.data.fill_(float("nan"))
+        with pytest.raises(RLFrameworkError, match="probabilities are not finite"):
+            tiny.engine(max_new_tokens=2).generate(batch([[3]]))
+    finally:
+        weight.data.copy_(saved)

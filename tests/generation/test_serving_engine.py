@@ -1,7 +1,8 @@
-"""The requests of any engine, with one that adds a token to each request at every other step."""
+"""The requests of any engine, with one that adds tokens at every other step; torch's state after a library's start."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from rlframework.base.errors import EngineNotReady, RequestError
 from rlframework.config.sections import GenerationConfig
 from rlframework.generation.requests import RowLimits, ServingLimits
-from rlframework.generation.serving import Collected, ServingEngine
+from rlframework.generation.serving import Collected, ServingEngine, torch_restored
 from rlframework.interfaces.generation import GenerationRequest, SamplingParams, WeightSpan
 
 
@@ -141,3 +142,20 @@ def test_requests_that_begin_again_wait_in_their_order_without_the_tokens_that_t
         ("b", [0, 1, 2]),
         ("c", [0, 1, 2]),
     ]
+
+
+def start_badly() -> None:
+    with torch_restored():
+        torch.set_num_threads(torch.get_num_threads() + 1)
+        torch.set_num_threads = print  # type: ignore[assignment]
+        torch.manual_seed(3)
+        warnings.warn("torch will change", FutureWarning, stacklevel=1)  # tests fail on warnings that are shown
+        raise RuntimeError("it does not start")
+
+
+def test_threads_their_setter_and_random_numbers_are_restored_after_an_error():
+    threads, set_threads, state = torch.get_num_threads(), torch.set_num_threads, torch.random.get_rng_state()
+    with pytest.raises(RuntimeError, match="it does not start"):
+        start_badly()
+    assert (torch.get_num_threads(), torch.set_num_threads) == (threads, set_threads)
+    assert torch.equal(torch.random.get_rng_state(), state)

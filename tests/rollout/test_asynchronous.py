@@ -10,7 +10,9 @@ import subprocess
 import sys
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +23,6 @@ from probe_tasks import Digits
 from rlframework import run
 from rlframework.algorithms.checkpoints import checkpoints_in
 from rlframework.base.errors import ConfigError, DataError, EngineFault, UserError
-from rlframework.generation.engine_handle import RemoteEngine
 from rlframework.generation.engine_starter import EngineStarter
 from rlframework.interfaces.generation import WeightSpan
 from rlframework.plugins.configure import config_yaml
@@ -36,6 +37,8 @@ APART = (
     "algorithm.validation={at_start: false, at_end: false, every: 0}",
     "observers.samples=32",
 )
+LONG = ("generation.max_new_tokens=40", "generation.batch_size=8", "generation.max_in_flight=8")
+"""The engine decodes 8 rows at a time, so it is never done when a step is."""
 STOPS = ("generation.max_new_tokens=6", "generation.stop_token_ids=[8, 9, 10, 11, 12, 13]")
 GAME = (*STOPS, 'plugins=["probe_games"]', "~environment", "environment={name: two_turns, max_episode_tokens: 24}")
 
@@ -99,14 +102,16 @@ def test_without_staleness_a_run_is_the_synchronous_one_bit_for_bit(
 def test_staleness_is_bounded_and_prompts_are_those_of_the_synchronous_run(
     run_config: Any, tmp_path: Path, update: str
 ) -> None:
-    steps = ("algorithm.num_steps=6",)
-    run(run_config("grpo", f"output_dir={tmp_path}/sync", *APART, *steps))
-    run(run_config("grpo", f"output_dir={tmp_path}/async", *APART, *steps, staleness(2, weight_updates=update)))
+    options = (*APART, "algorithm.num_steps=6", *LONG)
+    run(run_config("grpo", f"output_dir={tmp_path}/sync", *options))
+    run(run_config("grpo", f"output_dir={tmp_path}/async", *options, staleness(2, weight_updates=update)))
     assert prompts_of(tmp_path / "async") == prompts_of(tmp_path / "sync")
     stale = metric(tmp_path / "async", "async/staleness_max")
     assert len(stale) == 6
     assert 0 < max(stale) <= 2
     assert metric(tmp_path / "async", "train/importance_weight")  # the correction is on
+    mixed = metric(tmp_path / "async", "async/mixed_version_groups")
+    assert (sum(mixed) > 0) == (update == "in_flight")
     timeline = [json.loads(line) for line in (tmp_path / "async" / "timeline.jsonl").read_text().splitlines()]
     assert [row["step"] for row in timeline] == [1, 2, 3, 4, 5, 6]
     lanes = {name for row in timeline for name in row["lanes"]}
@@ -114,16 +119,6 @@ def test_staleness_is_bounded_and_prompts_are_those_of_the_synchronous_run(
     assert all("train" in {activity for activity, *_ in row["lanes"]["trainer"]} for row in timeline)
     busy, whole = (sum(row["busy"].get("engine 0", 0.0) for row in timeline), sum(row["seconds"] for row in timeline))
     assert 0 < busy <= whole
-
-
-@pytest.mark.thorough
-def test_a_resumed_run_has_the_prompts_of_an_uninterrupted_one(run_config: Any, tmp_path: Path) -> None:
-    run(run_config("grpo", f"output_dir={tmp_path}/sync", *APART, "algorithm.num_steps=6"))
-    options = (*APART, staleness(2), "checkpoints.every=1", f"output_dir={tmp_path}/run")
-    run(run_config("grpo", *options, "algorithm.num_steps=3"))
-    resume(tmp_path / "run", ["algorithm.num_steps=6"])
-    assert prompts_of(tmp_path / "run") == prompts_of(tmp_path / "sync")
-    assert max(metric(tmp_path / "run", "async/staleness_max")) <= 2
 
 
 def test_without_staleness_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(run_config: Any, tmp_path: Path) -> None:
@@ -238,20 +233,11 @@ def test_a_lost_engine_is_replaced_while_the_other_goes_on(
     """Steps 3 to 5 are generated and trained while the replacement cannot start; step 6 begins with its refit."""
     may_start, begun, seen = threading.Event(), list[int](), dict[int, list[bool]]()
     start, rollout = EngineStarter._start_one, AsynchronousRollouts.rollout
-    call, exchange, calls = RemoteEngine.start, RemoteEngine.exchange, dict[RemoteEngine, list[str]]()
 
     def start_later(self: EngineStarter, index: int) -> Any:
         begun.append(index)
         assert len(begun) <= 2 or may_start.wait(300)
         return start(self, index)
-
-    def noting_call(self: RemoteEngine, method: str, /, **arguments: Any) -> Any:
-        calls.setdefault(self, []).append(arguments.get("method", method))
-        return call(self, method, **arguments)
-
-    def noting_exchange(self: RemoteEngine, *arguments: Any) -> Any:
-        calls.setdefault(self, []).append("exchange")
-        return exchange(self, *arguments)
 
     def with_a_loss(self: AsynchronousRollouts, step: int, number: int) -> Any:
         generation: Any = self._parts.generation
@@ -267,16 +253,12 @@ def test_a_lost_engine_is_replaced_while_the_other_goes_on(
 
     monkeypatch.setattr(EngineStarter, "_start_one", start_later)
     monkeypatch.setattr(AsynchronousRollouts, "rollout", with_a_loss)
-    monkeypatch.setattr(RemoteEngine, "start", noting_call)
-    monkeypatch.setattr(RemoteEngine, "exchange", noting_exchange)
     options = (*APART, "generation.workers.num_workers=2", "algorithm.num_steps=7", staleness(1))
     run(run_config("grpo", f"output_dir={tmp_path}/run", *options))
     assert seen == {step: [False, 3 <= step <= 5] for step in range(1, 8)}
     assert sorted(begun) == [0, 1, 1]
     assert metric(tmp_path / "run", "generation/lost_engines") == [1.0]
     assert metric(tmp_path / "run", "async/failed_groups") == [0.0] * 7
-    _, _, replacement = calls.values()
-    assert 0 <= replacement.index("finish_weight_update") < replacement.index("exchange")
 
 
 def test_an_environment_that_fails_costs_its_group_alone(
@@ -328,13 +310,21 @@ def test_a_token_of_a_version_that_was_never_sent_ends_the_run() -> None:
         rollouts._steps_of(ticket, [5, 3])
 
 
-def test_configurations_that_cannot_be_asynchronous(run_config: Any) -> None:
-    with pytest.raises(ConfigError, match=r"generation\.workers is not set.*group: processes"):
-        dry_run(run_config("grpo", staleness(1)))
-    with pytest.raises(ConfigError, match=r"generation\.workers is with group=inline"):
-        dry_run(run_config("grpo", "generation.workers.group=inline", staleness(1)))
-    with pytest.raises(ConfigError, match=r"cache_after_update=keep has no effect with algorithm\.async"):
-        dry_run(run_config("grpo", *APART, "generation.cache_after_update=keep", staleness(1)))
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ((), r"generation\.workers is not set.*group: processes"),
+        (("generation.workers.group=inline",), r"generation\.workers is with group=inline"),
+        (
+            (*APART, "generation.cache_after_update=keep"),
+            r"cache_after_update=keep has no effect with algorithm\.async",
+        ),
+    ],
+    ids=["no workers", "inline", "a kept cache"],
+)
+def test_configurations_that_cannot_be_asynchronous(run_config: Any, keys: tuple[str, ...], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        dry_run(run_config("grpo", *keys, staleness(1)))
 
 
 @pytest.mark.thorough
@@ -357,14 +347,21 @@ def test_agents_behind_the_endpoint_are_within_the_bound(run_config: Any, tmp_pa
     assert metric(tmp_path / "async", "async/failed_groups") == [0.0] * 3
 
 
-@pytest.mark.parametrize(("update", "mixed"), [("in_flight", True), ("drain", False)])
-def test_groups_in_progress_are_continued_with_new_weights_or_completed_before(
-    run_config: Any, tmp_path: Path, update: str, mixed: bool
-) -> None:
-    """The engine decodes 8 of the 96 rows at a time, so it is never done when a step is."""
-    long = ("generation.max_new_tokens=40", "generation.batch_size=8", "generation.max_in_flight=8")
-    run(run_config("grpo", f"output_dir={tmp_path}/run", *APART, *long, staleness(2, weight_updates=update)))
-    found = metric(tmp_path / "run", "async/mixed_version_groups")
-    assert max(metric(tmp_path / "run", "async/staleness_max")) <= 2
-    assert len(found) == 3
-    assert (sum(found) > 0) == mixed
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """An empty folder whose path is short enough for the sockets below it."""
+    with TemporaryDirectory(prefix="rlf-", dir="/tmp") as path:
+        yield Path(path)
+
+
+def test_an_asynchronous_run_leaves_nothing_in_tmpdir(run_config: Any, tmp_path: Path, folder: Path) -> None:
+    file = tmp_path / "run.yaml"
+    options = ("algorithm.num_steps=2", "algorithm.async={max_staleness: 1}", "generation.workers.group=processes")
+    config = run_config("grpo", *options, "algorithm.validation={at_start: false, at_end: false, every: 0}")
+    file.write_text(config_yaml(config))
+    command = [sys.executable, "-m", "rlframework.cli", "train", str(file)]
+    environment = {**os.environ, "TMPDIR": str(folder), "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
+    ended = subprocess.run(command, env=environment, cwd=tmp_path, check=False, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert os.listdir(folder) == []

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,17 +39,6 @@ def test_the_goal_is_reached_while_other_rules_exceed_the_bound_or_drop(asynchro
     found = {name: asynchrony.measure(hard, 1, name, 1) for name in asynchrony.RULES}
     assert {name for name, one in found.items() if one["staleness_max"] > 1} == {"AReaL", "verl"}
     assert {name for name, one in found.items() if one["dropped_complete"]} == {"prime-rl"}
-
-
-@pytest.mark.slow
-def test_its_files(asynchrony: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = f"asynchrony.py --steps 11 --seeds 1 --engines 1 --json {tmp_path}/a.json --plot {tmp_path}/a.svg"
-    monkeypatch.setattr(sys, "argv", words.split())
-    monkeypatch.setattr(asynchrony, "machine", dict)  # imports torch and transformers for their versions
-    asynchrony.main()
-    found = json.loads((tmp_path / "a.json").read_text())
-    assert [len(found[name]) for name in ("engines", "load", "rules")] == [5, 24, 50]
-    assert "<svg" in (tmp_path / "a.svg").read_text()
 
 
 def test_the_overlap_of_a_round_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The rollout manager: rows of exact tokens, budgets, and episodes that depend on nothing but their own."""
+"""Episodes: rows of exact tokens, budgets, requests that reach the engine together, independence of the others."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from scripted_episodes import END, Counter, samples
 
 from rlframework.base.errors import RefitError
 from rlframework.datasets.chat.chat_format import ChatFormat, characters_of
-from rlframework.environments.tool_episodes import answer, refusal
 from rlframework.interfaces.environment import StepOutcome
+from rlframework.interfaces.generation import SamplingParams
 from rlframework.interfaces.messages import Picture
-from rlframework.rollout.episode_thread import Bridge
+from rlframework.rollout.episode_thread import Bridge, run_beside
 from rlframework.rollout.result import PlayedEpisode, Rollout
 from rlframework.rollout.seeds import task_seeds, turn_seed
 from rlframework.rollout.single_turn import single_turns
@@ -104,24 +104,24 @@ def exchanged(parts: Any) -> list[list[tuple[str, int]]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("at_once", "sizes"), [(32, [32, 32]), (12, [12, 12, 12, 12, 8, 8])])
-def test_which_requests_reach_the_engine_together_does_not_depend_on_time(
-    make_parts: Any, at_once: int, sizes: list[int]
-) -> None:
-    """A request that comes late is not decoded before the engine returns, so an exchange waits for all."""
+def test_which_requests_reach_the_engine_together_does_not_depend_on_time(make_parts: Any) -> None:
+    """A request that comes late is not decoded before the engine returns, so an exchange waits for all that are open.
+
+    The next episode begins before one ends, or an exchange between the two would not wait for it.
+    """
 
     class Sleepy(Counter):
         async def step(self, message: Any) -> StepOutcome:
             await asyncio.sleep((self.seed % 7) / 100)
             return await super().step(message)
 
-    keys = ["environment.gather_timeout=300", f"environment.max_concurrent_episodes={at_once}"]
+    keys = ["environment.gather_timeout=300", "environment.max_concurrent_episodes=12"]
     found = []
     for kind in (Counter, Sleepy):
         parts = make_parts(kind, None, *keys)
         rollout(parts, samples(4) * 8, torch.arange(32))
         found.append(exchanged(parts))
-    assert [len(exchange) for exchange in found[0]] == sizes
+    assert [len(exchange) for exchange in found[0]] == [12, 12, 12, 12, 8, 8]
     assert found[0] == found[1]
 
 
@@ -142,18 +142,6 @@ def test_an_exchange_waits_for_a_slow_episode_no_longer_than_its_deadline(make_p
     result = rollout(parts, samples(2), torch.arange(2))
     assert not result.failed.any()
     assert [len(exchange) for exchange in parts.engine.exchanges if exchange] == [2, 1, 1]
-
-
-@pytest.mark.slow
-def test_the_next_episode_begins_before_one_ends(make_parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the two, an exchange would not wait for it."""
-    begin, end, now = Bridge.begin, Bridge.end, list[int]([0])
-    monkeypatch.setattr(Bridge, "begin", lambda bridge: (now.append(now[-1] + 1), begin(bridge))[1])
-    monkeypatch.setattr(Bridge, "end", lambda bridge, session: (now.append(now[-1] - 1), end(bridge, session))[1])
-    rollout(make_parts(Counter, None, "environment.max_concurrent_episodes=2"), samples(6), torch.arange(6))
-    assert now[-1] == 0
-    assert min(now[2:11]) == 2  # until each of the last four has begun
-    assert max(now) == 3
 
 
 @pytest.mark.slow
@@ -232,24 +220,6 @@ def test_an_episode_of_one_turn_is_the_single_turn(make_parts: Any) -> None:
     assert not single.failed.any()
 
 
-def test_no_more_episodes_than_allowed_are_open(make_parts: Any) -> None:
-    lock, now, most = threading.Lock(), [0], [0]
-
-    class Counted(Counter):
-        async def reset(self) -> Any:
-            with lock:
-                now[0] += 1
-                most[0] = max(most[0], now[0])
-            return await super().reset()
-
-        async def close(self) -> None:
-            now[0] -= 1
-
-    rollout(make_parts(Counted, None, "environment.max_concurrent_episodes=3"), samples(10), torch.arange(10))
-    assert most == [3]
-    assert now == [0]
-
-
 def test_rewards_and_metrics_add_up_and_the_last_accuracy_counts() -> None:
     turns = [{"accuracy": 1.0, "steps": 1.0}, {"accuracy": 0.5, "steps": 2.0}, {"late": 4.0}]
     outcomes = [StepOutcome(0.25, False, metrics=metrics) for metrics in turns]
@@ -275,49 +245,28 @@ def truncated_at(result: Rollout) -> dict[str, float]:
     return {name.removeprefix("truncated/"): value for name, value in found.items() if value}
 
 
-def test_the_budget_of_turns(make_parts: Any) -> None:
-    result = rollout(make_parts(Endless, None, "environment.max_turns=3"), samples(2), torch.arange(2))
-    assert result.truncated.tolist() == [True, True]
-    assert result.rewards.tolist() == [1.5, 1.5]
-    assert result.metrics["episode_turns"] == 3.0
-    assert truncated_at(result) == {"max_turns": 1.0}
+@pytest.mark.parametrize(
+    ("ids", "keys", "reward", "lengths", "limit"),
+    [
+        ([5, END], "environment.max_turns=3", 1.5, [6, 16], "max_turns"),
+        ([5] * 20, "environment.max_turns=3", 0.5, [8, 12], "max_new_tokens"),
+        ([5, END], "environment.max_episode_tokens=10", 1.0, [3, 10], "max_episode_tokens"),
+        # an observation without a turn after it is not trained on
+        ([5, END], "environment.max_episode_tokens=9", 0.5, [2, 6], "max_episode_tokens"),
+        ([5] * 200 + [END], "generation.max_new_tokens=1000", 0.5, [124, 128], "max_episode_tokens"),  # of the model
+    ],
+)
+def test_a_budget(make_parts: Any, ids: list[int], keys: str, reward: float, lengths: list[int], limit: str) -> None:
+    """Prompts and observations have 4 and 3 tokens. The turn that is cut is scored, and ends the episode."""
+    result = rollout(make_parts(Endless, lambda request: ids, keys), samples(2), torch.arange(2))
+    assert result.rewards.tolist() == [reward] * 2
+    assert [result.completion_lengths.tolist(), result.data["input_lengths"].tolist()] == [[n] * 2 for n in lengths]
+    assert truncated_at(result) == {limit: 1.0}
 
 
 def test_an_episode_that_is_done_with_its_last_turn_is_not_truncated(make_parts: Any) -> None:
     result = rollout(make_parts(Counter, None, "environment.max_turns=2"), samples(2), torch.arange(2))
     assert result.truncated.tolist() == [False, False]
-
-
-@pytest.mark.slow
-def test_the_budget_of_tokens_bounds_the_conversation(make_parts: Any) -> None:
-    """4 tokens of prompt, 2 sampled and 3 observed leave 1 of 10: the second turn has one token, which is no end."""
-    parts = make_parts(Endless, None, "environment.max_episode_tokens=10")
-    result = rollout(parts, samples(1), torch.arange(1))
-    assert [request.max_new_tokens for exchange in parts.engine.exchanges for request in exchange] == [6, 1]
-    assert result.data["input_lengths"].tolist() == [10]
-    assert truncated_at(result) == {"max_episode_tokens": 1.0}
-    assert result.rewards.tolist() == [1.0]
-    result = rollout(make_parts(Endless, None, "environment.max_episode_tokens=9"), samples(1), torch.arange(1))
-    assert result.data["input_lengths"].tolist() == [6]  # an observation without a turn after it is not trained on
-    assert truncated_at(result) == {"max_episode_tokens": 1.0}
-
-
-@pytest.mark.slow
-def test_the_budget_of_the_model_s_positions(make_parts: Any) -> None:
-    parts = make_parts(Endless, lambda request: [5] * 40 + [END], "generation.max_new_tokens=1000")
-    positions = parts.generation._limits.positions
-    result = rollout(parts, samples(1), torch.arange(1))
-    assert positions is not None
-    assert int(result.data["input_lengths"].max()) <= positions
-    assert truncated_at(result) == {"max_episode_tokens": 1.0}
-
-
-def test_a_turn_that_is_cut_is_scored_and_ends_the_episode(make_parts: Any) -> None:
-    parts = make_parts(Endless, lambda request: [5] * 20)
-    result = rollout(parts, samples(1), torch.arange(1))
-    assert result.completion_lengths.tolist() == [8]
-    assert truncated_at(result) == {"max_new_tokens": 1.0}
-    assert result.rewards.tolist() == [0.5]
 
 
 def test_a_first_prompt_without_room_is_a_failure(make_parts: Any) -> None:
@@ -368,31 +317,42 @@ def test_mixed_weights_are_an_error(make_parts: Any) -> None:
         rollout(parts, samples(1), torch.arange(1))
 
 
-def test_tool_calls_are_counted(make_parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def calls(*given: tuple[str, str]) -> Any:
-        made = [{"id": f"c{n}", "type": "function", "function": {"name": name, "arguments": arguments}}
-                for n, (name, arguments) in enumerate(given)]  # fmt: skip
-        return lambda self, ids, tools=(), position=0: {"role": "assistant", "content": "1", "tool_calls": made}
+class RecordingCompletions:
+    """The result of a completion is its seed."""
 
-    class WithTool(Counter):
-        tools = ({"type": "function", "function": {"name": "add", "description": "", "parameters": {}}},)
+    positions, max_new_tokens, sampling, timeline = None, 4, SamplingParams(), None
 
-        async def step(self, message: Any) -> StepOutcome:
-            self.turn += 1
-            answers = tuple(
-                refusal(call, "no such row") if call["id"] == "c3" else answer(call, "1 error: 0")
-                for call in message["tool_calls"]
-            )
-            return StepOutcome(0.0, self.turn == 3, answers)
+    def __init__(self) -> None:
+        self.seeds: list[int] = []
 
-    monkeypatch.setattr(
-        "rlframework.datasets.chat.chat_format.ChatFormat.parse",
-        calls(("add", "{}"), ("add", "not json"), ("add", "[1]"), ("sub", "{}")),
-    )
-    chat = "rlframework.datasets.chat.chat_format.ChatFormat"  # the tiny tokenizer has no letters to render tools with
-    monkeypatch.setattr(f"{chat}.prompt", lambda self, messages, tools=(): [5])
-    monkeypatch.setattr(f"{chat}.extend", lambda self, history, messages, new, tools=(): [*history, 6])
-    result = rollout(make_parts(WithTool), samples(2), torch.arange(2))
-    assert result.metrics["tool_calls"] == 12.0
-    assert result.metrics["malformed_tool_calls"] == 9.0
-    assert result.metrics["tool_errors"] == 2.0  # the last turn's have no answer that a model could read
+    def session(self) -> str:
+        return "session"
+
+    async def complete(self, _prompt: Any, seed: int, most: int, media: Any = None) -> int:
+        assert (most, media) == (4, {"pixels": 1})
+        self.seeds.append(seed)
+        await asyncio.sleep(0)
+        return seed
+
+
+def test_engines_wait_for_all_rows_of_a_group_that_has_begun() -> None:
+    async def main() -> tuple[list[int], Any]:
+        given: Any = RecordingCompletions()
+        bridge, begun = Bridge(given, timeout=60.0), threading.Event()
+
+        async def work() -> list[Any]:
+            session = bridge.begin()
+            begun.set()
+            await asyncio.sleep(0.05)
+            media: Any = {"pixels": 1}
+            rows = await bridge.complete_group(torch.tensor([5]), [3, 1, 2], session, media)
+            bridge.end(session)
+            return rows
+
+        beside = asyncio.create_task(run_beside(work, stalled_after=60.0, name="digits"))
+        while not begun.is_set():
+            await asyncio.sleep(0.001)
+        await bridge.gather()
+        return list(given.seeds), await beside
+
+    assert asyncio.run(main()) == ([3, 1, 2], [3, 1, 2])

@@ -1,4 +1,4 @@
-"""Episodes with chat templates of published models: training rows hold the tokens that the engine returned."""
+"""Rows of exact tokens: trajectories by hand, and episodes with chat templates of published models."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import random
 import re
 from typing import Any
 
+import published_templates
 import pytest
 import torch
 from chat_formats import MARKS, NAMES, SPACES, SPECIAL, TOOLS, Turn, result, sampled, tokenizer, written
 
+from rlframework.base.errors import DataError
 from rlframework.datasets.chat.chat_format import ChatFormat
-from rlframework.interfaces.generation import GenerationResult
+from rlframework.datasets.chat.chat_template import apply_template
+from rlframework.interfaces.generation import GenerationResult, WeightSpan
 from rlframework.interfaces.messages import Message
 from rlframework.rollout.trajectory import Trajectory
 
@@ -109,18 +112,8 @@ def check_reply(reply: Message, turn: Turn) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_hold_what_the_engine_returned(name: str) -> None:
-    """110 episodes: each token and log-probability is in one row, once, unchanged."""
-    check_episodes(name, range(10))
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", NAMES)
-def test_rows_of_1000_episodes_hold_what_the_engine_returned(name: str) -> None:
-    check_episodes(name, range(10, 10 + 91))
-
-
-def check_episodes(name: str, seeds: range) -> None:
-    for seed in seeds:
+    """Of 10 episodes: each token and log-probability is in one row, once, unchanged."""
+    for seed in range(10):
         played = Played(name, seed)
         rows, results = played.trajectory.rows, played.results
         for number, sent in enumerate(results):
@@ -175,3 +168,135 @@ def test_ends_of_turns(name: str) -> None:
     ends = {written(name, turn)[1] for turn in (Turn("a"), Turn("", None, {"a": 1}))}
     model = tokenizer(name)
     assert set(model.convert_ids_to_tokens(list(ChatFormat(model).turn_end_ids))) == ends
+
+
+def turn(ids: list[int], version: int = 0) -> GenerationResult:
+    logprobs = -torch.tensor(ids, dtype=torch.float32) / 10
+    return GenerationResult("r", torch.tensor(ids), logprobs, "stop", (WeightSpan(0, len(ids), version),))
+
+
+def ids(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def test_prompts_that_repeat_all_tokens_extend_one_row() -> None:
+    made = Trajectory()
+    assert made.add(ids(1, 2), turn([3, 4], version=7)) == 0
+    assert made.add(ids(1, 2, 3, 4, 5), turn([6], version=8)) == 0
+    [row] = made.rows
+    assert row.token_ids.tolist() == [1, 2, 3, 4, 5, 6]
+    assert row.token_mask.tolist() == [False, False, True, True, False, True]
+    assert row.logprobs.tolist() == pytest.approx([0, 0, -0.3, -0.4, 0, -0.6])
+    assert row.turns.tolist() == [-1, -1, 0, 0, -1, 1]
+    assert row.spans == (WeightSpan(2, 4, 7), WeightSpan(5, 6, 8))
+    assert (made.turns, made.breaks, made.tokens) == (2, 0, 6)
+    assert (row.token_ids.dtype, row.logprobs.dtype, row.turns.dtype) == (torch.int64, torch.float32, torch.int64)
+
+
+@pytest.mark.parametrize("prompt", [(1, 2, 9, 4, 5), (1, 2, 3), (1, 2), (1, 2, 3, 5)])
+def test_a_prompt_that_changes_history_begins_a_row(prompt: tuple[int, ...]) -> None:
+    made = Trajectory()
+    made.add(ids(1, 2), turn([3, 4]))
+    assert made.add(ids(*prompt), turn([6])) == 1
+    assert made.rows[1].token_ids.tolist() == [*prompt, 6]
+    assert made.rows[1].token_mask.tolist() == [False] * len(prompt) + [True]
+    assert made.rows[1].turns.tolist() == [-1] * len(prompt) + [1]
+    assert made.rows[0].token_ids.tolist() == [1, 2, 3, 4]
+    assert (made.turns, made.breaks, made.tokens) == (2, 1, 4 + len(prompt) + 1)
+
+
+def test_the_longest_row_is_extended() -> None:
+    made = Trajectory()
+    made.add(ids(1), turn([2]))
+    made.add(ids(1), turn([2, 3]))  # another answer to the same prompt
+    made.add(ids(1, 2, 3, 4), turn([5]))
+    assert [row.token_ids.tolist() for row in made.rows] == [[1, 2], [1, 2, 3, 4, 5]]
+    assert made.rows[1].turns.tolist() == [-1, 1, 1, -1, 2]
+    assert made.breaks == 1
+
+
+def test_a_turn_needs_a_logprob_for_each_token() -> None:
+    bad = GenerationResult("r7", ids(1, 2), torch.zeros(1), "stop", ())
+    with pytest.raises(ValueError, match="request 'r7' has 2 tokens and 1 log-probabilities"):
+        Trajectory().add(ids(1), bad)
+
+
+ASK: Message = {"role": "user", "content": "1+2?"}
+PIECES = (
+    '{"name": "add", "arguments": {"a": 1}}', '{"name": "add", "parameters": {"a":', '{"a": "\\ud83d"}',
+    '{"name": "\\ud800", "arguments": "x"}', "[1]", "null", '"', "'", "\n", "{", "}", "[", "add(a=1)", "é 日本 😀",
+    "\\", "the answer is 3", "<think>", "</think>", "<tool_call>", "</tool_call>", "<function=add>", "<parameter=a>",
+    "</parameter>", "</function>", "<arg_key>a</arg_key>", "<arg_value>", "<|tool_call_start|>", "[add(a=1)]",
+    "<|tool_call_end|>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", ";", "{{ x }}", "{% if %}", '{"a":' * 3000, "\x00",
+)  # fmt: skip
+
+
+def native_call(model: Any) -> str:
+    """A call of `add` as the template of `model` writes it, and what it writes before."""
+    call: Any = {"id": "abcdef000", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    try:
+        return apply_template(model, [ASK, {"role": "assistant", "content": "", "tool_calls": [call]}], TOOLS)[-200:]
+    except DataError:
+        return PIECES[0]
+
+
+def hostile_turn(name: str, model: Any, rng: random.Random) -> str:
+    """A native call with up to three changes, or pieces of calls and marks of the template in any order."""
+    if rng.random() < 0.3:
+        return "".join(rng.choices([*PIECES, *published_templates.marks(name)], k=rng.randint(0, 8)))
+    text = native_call(model)
+    start = text.rfind(rng.choice(["add", "<", "[", "{"])) if rng.random() < 0.3 else text.find("assistant")
+    text = text[max(start, 0) :]
+    for _ in range(rng.randint(0, 3)):
+        begin = rng.randint(0, len(text))
+        end = min(len(text), begin + rng.randint(0, 12))
+        text = rng.choice(
+            [
+                text[:begin] + text[end:],
+                text[:begin] + rng.choice(PIECES) + text[begin:],
+                text[:begin],
+                text + text[begin:],
+            ]
+        )
+    return text
+
+
+def answers(reply: Message) -> list[Message]:
+    """The messages of an environment after `reply`: an error for each call, with its name, or another question."""
+    calls = reply.get("tool_calls", ())
+    results: list[Message] = [
+        {"role": "tool", "content": f"error: {call['function']['name']}", "tool_call_id": call["id"]} for call in calls
+    ]
+    return results or [{"role": "user", "content": "again"}]
+
+
+def play(name: str, tools: list[Any], rng: random.Random) -> int:
+    """Play two turns with the template; return how many had calls."""
+    model = published_templates.with_template(name)
+    chat = ChatFormat(model)
+    messages, calling = [ASK], 0
+    try:
+        prompt = chat.prompt(messages, tools)
+    except DataError:  # before anything is sampled
+        return 0
+    for _ in range(2):
+        ids = model(hostile_turn(name, model, rng), add_special_tokens=False)["input_ids"]
+        ids += [model.eos_token_id] if rng.random() < 0.8 else []
+        reply = chat.parse(ids, tools, position=len(messages))
+        assert tools or "tool_calls" not in reply
+        calling += "tool_calls" in reply
+        new = answers(reply)
+        extended = chat.extend([*prompt, *ids], [*messages, reply], new, tools)
+        messages = [*messages, reply, *new]
+        prompt = chat.prompt(messages, tools) if extended is None else extended
+    return calling
+
+
+@pytest.mark.slow
+def test_a_conversation_goes_on_whatever_a_model_writes() -> None:
+    """3 conversations with and without tools for each 20th template, of which three quarters take tools."""
+    calling = 0
+    for name in published_templates.names()[::20]:
+        rng = random.Random(name)
+        calling += sum(play(name, tools, rng) for _ in range(3) for tools in (TOOLS, []))
+    assert calling > 50

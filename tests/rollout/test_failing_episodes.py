@@ -1,14 +1,16 @@
-"""Episodes that fail cost themselves alone; environments that return what they must not end the rollout."""
+"""Episodes that fail cost themselves alone; what environments must not return ends the rollout."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import re
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +18,8 @@ import torch
 from scripted_episodes import Counter, samples
 
 from rlframework.base.errors import DataError, RLFrameworkError, UserError
-from rlframework.environments.tool_episodes import ToolEpisode, ToolSession
+from rlframework.environments.tool_episodes import ToolEpisode, ToolSession, refusal
+from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.interfaces.environment import Episode, StepOutcome
 from rlframework.rollout import episode_thread
 from rlframework.rollout.step_rollouts import rollout
@@ -105,7 +108,6 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
         ("reset", broken, "RuntimeError in reset: sandbox is gone", 1),
         ("step", broken, "RuntimeError in step, turn 2: sandbox is gone", 11),
         ("step", lambda: asyncio.sleep(600), r"step, turn 2 took more than environment.step_timeout=0.2 seconds", 11),
-        ("reset", lambda: asyncio.sleep(600), r"reset took more than environment.step_timeout=0.2 seconds", 1),
         ("step", stubborn, r"step, turn 2 took more than environment.step_timeout=0.2 seconds", 11),
         ("step", forgiving, r"step, turn 2 took more than environment.step_timeout=0.2 seconds", 11),
         ("step", waits_in_a_tool, r"step_timeout=0.2 seconds; it was in a call of the tool 'search'", 11),
@@ -165,63 +167,12 @@ def test_a_step_that_takes_too_long_is_cancelled_before_its_episode_is_closed(ma
     assert seen == ["cancelled", "closed"]
 
 
-def test_a_step_that_is_no_coroutine_and_raises(make_parts: Any) -> None:
-    class Plain(Counter):
-        def step(self, message: Any) -> Any:
-            if self.sample.id == "s0":
-                raise ValueError("no move")
-            return super().step(message)
-
-    result = rollout(make_parts(Plain), samples(2), torch.arange(2))
-    assert re.fullmatch(r"ValueError in step, turn 1: no move \(.*test_failing_episodes.py:\d+\)", result.failures[0])
-    assert result.failures[1] == ""
-
-
-@pytest.mark.parametrize("kind", [BaseException, KeyboardInterrupt])
-def test_what_is_no_exception_costs_its_episode_alone(make_parts: Any, kind: type[BaseException]) -> None:
-    """It would end the event loop of all. Ctrl-C is not raised here, but in the main thread."""
-
-    class Stops(Counter):
-        async def step(self, message: Any) -> StepOutcome:
-            if self.sample.id == "s0":
-                raise kind("enough")
-            return await super().step(message)
-
-    result = rollout(make_parts(Stops), samples(2), torch.arange(2))
-    says = f"RuntimeError in step, turn 1: it raised {kind.__name__}, which is no Exception: enough"
-    assert result.failures[0].startswith(says)
-    assert result.failures[1] == ""
-
-
-def test_an_episode_that_cannot_be_made(make_parts: Any) -> None:
-    def make(sample: Any, seed: int) -> Episode:
-        if sample.id == "s0":
-            raise OSError("no more sandboxes")
-        return Counter(sample, seed)
-
-    result = rollout(make_parts(make), samples(2), torch.arange(2))
-    assert result.failures[0].startswith("OSError in episode: no more sandboxes (")
-    assert result.failures[1] == ""
-    assert result.data["input_ids"][0, :1].tolist() == [0]
-    assert result.data["token_mask"][0].sum() == 0
-
-
 @pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("fail", [broken, lambda: asyncio.sleep(600)])
 def test_an_episode_that_cannot_be_closed_still_counts(make_parts: Any, fail: Any, caplog: Any) -> None:
     result = rollout(make_parts(failing("close", fail), None, SHORT), samples(2), torch.arange(2))
     assert not result.failed.any()
     assert "an episode of sample 's1' was not closed" in caplog.text
-
-
-def test_no_episode_that_succeeds_is_an_error(make_parts: Any) -> None:
-    class Broken(Counter):
-        async def step(self, message: Any) -> StepOutcome:
-            raise KeyError("answer")
-
-    failed = r"(?s)all 2 episodes of environment 'digits' failed.*'s0': Key.*\n *raise KeyError\(\"answer\"\)"
-    with pytest.raises(UserError, match=failed):
-        rollout(make_parts(Broken), samples(2), torch.arange(2))
 
 
 @pytest.mark.parametrize(("allowed", "failing"), [(0.5, 3), (1.0, 4)])
@@ -234,7 +185,8 @@ def test_more_failed_episodes_than_allowed_are_an_error(make_parts: Any, allowed
 
     limit = f"environment.max_failed_episodes={allowed}"
     failed = r"3 of 4 .*, which is more than environment\.max_failed_episodes=0\.5 allows; the first.*'s0': KeyError"
-    with pytest.raises(UserError, match=failed if allowed < 1.0 else r"all 4 episodes .*'s0': KeyError"):
+    all_failed = r"(?s)all 4 episodes of environment 'digits' failed.*'s0': Key.*\n *raise KeyError\(self"
+    with pytest.raises(UserError, match=failed if allowed < 1.0 else all_failed):
         rollout(make_parts(Broken, None, limit), samples(4), torch.arange(4))
     failing -= 1
     result = rollout(make_parts(Broken, None, limit), samples(4), torch.arange(4))
@@ -271,112 +223,213 @@ def test_an_environment_that_blocks_the_loop_is_named_with_the_line(
         rollout(parts, samples(1), torch.arange(1))
 
 
-USER = {"role": "user", "content": "1"}
-WRONG_MESSAGES = [
-    ("not a list", "'not a list' of type str; it must be a sequence of messages"),
-    (["text"], "'text' of type str as a message"),
-    ([{"role": "user", "content": None}], "with the content None of type NoneType"),
-    ([{"role": "user", "content": [{"type": "image"}]}], "with the content {'type': 'image'}"),
-    ([{"role": "robot", "content": "1"}], "a message with role='robot'; it must be one of system, user"),
-    ([{"content": "1"}], "a message with role=None"),
-    ([{**USER, "colour": "red"}], "a message with colour; the keys are content, name"),
-    ([{"role": "tool", "content": "1", "tool_call_id": "x"}], "tool_call_id='x'; calls without an answer: none"),
-    (
-        [{"role": "tool", "content": "1"}],
-        "none. A tool that the model calls in plain text, not in `tool_calls`, answers with role 'user'",
-    ),
-]
+def interrupted() -> None:
+    raise KeyboardInterrupt("enough")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("messages", "says"), WRONG_MESSAGES)
-def test_wrong_messages_name_environment_sample_and_turn(make_parts: Any, messages: Any, says: str) -> None:
-    class WrongReset(Counter):
-        async def reset(self) -> Any:
-            return messages if self.sample.id == "s1" else [USER]
+class RaisesAtOnce(Counter):
+    """Its `step` is no coroutine."""
 
-    class WrongStep(Counter):
-        async def step(self, message: Any) -> Any:
-            wrong = self.sample.id == "s1" and self.turn == 1
-            self.turn += 1
-            return StepOutcome(0.0, False, messages if wrong else (USER,))
+    def step(self, message: Any) -> Any:
+        if self.sample.id == "s1":
+            raise ValueError("no move")
+        return super().step(message)
 
-    for kind, turn in ((WrongReset, "reset"), (WrongStep, "turn 2")):
-        parts = make_parts(kind)
-        with pytest.raises(UserError) as caught:
-            rollout(parts, samples(3), torch.arange(3))
-        assert str(caught.value).startswith(f"environment 'digits' returned for sample 's1' in {turn} ")
-        assert says in str(caught.value)
-        assert {episode.closed for episode in parts.environment.episodes} == {1}
+
+def unmade(sample: Any, seed: int) -> Episode:
+    if sample.id == "s1":
+        raise OSError("no more sandboxes")
+    return Counter(sample, seed)
 
 
 @pytest.mark.parametrize(
-    ("outcome", "says"),
+    ("kind", "failure"),
     [
-        (None, "None of type NoneType; step must return a StepOutcome"),
-        ((1.0, True), "of type tuple; step must return a StepOutcome"),
-        (StepOutcome(float("nan")), "reward=nan for sample 's0' in turn 1"),
-        (StepOutcome(1.0, metrics={"steps": "two"}), "steps='two' for sample 's0' in turn 1"),
-        (StepOutcome(1.0, done="no"), "done='no'"),  # type: ignore[arg-type]
-        (StepOutcome(1.0, metrics=[1]), "metrics=[1]"),  # type: ignore[arg-type]
-        (StepOutcome(1.0, done=False), "no observations, although the episode is not done"),
-        (StepOutcome(1.0, False, ({"role": "assistant", "content": "1"},)), "role='assistant'"),
+        (
+            failing("step", interrupted),
+            "RuntimeError in step, turn 2: it raised KeyboardInterrupt, .* Exception: enough",
+        ),
+        (RaisesAtOnce, r"ValueError in step, turn 1: no move \(.*test_failing_episodes.py:\d+\)$"),
+        (unmade, r"OSError in episode: no more sandboxes \("),
+    ],
+    ids=["no Exception, which would end the loop", "no coroutine", "cannot be made"],
+)
+def test_an_error_costs_its_episode_alone(make_parts: Any, kind: Any, failure: str) -> None:
+    result = rollout(make_parts(kind), samples(2), torch.arange(2))
+    assert result.failures[0] == ""
+    assert re.match(failure, result.failures[1])
+    assert result.data["sample_mask"].tolist() == [1.0, 0.0]
+
+
+# -- what environments return wrongly ends the rollout: test_outcomes has each mistake ---------------------------------
+
+ROBOT = {"role": "robot", "content": "1"}
+
+
+class WrongReset(Counter):
+    async def reset(self) -> Any:
+        return [ROBOT] if self.sample.id == "s1" else await super().reset()
+
+
+class WrongStep(Counter):
+    async def step(self, message: Any) -> StepOutcome:
+        outcome = await super().step(message)
+        return replace(outcome, observations=[ROBOT]) if outcome.done and self.sample.id == "s1" else outcome
+
+
+class WrongTools(Counter):
+    tools = ({"name": "add"},)
+
+
+class NoCoroutine(Counter):
+    def step(self, message: Any) -> Any:
+        return StepOutcome(1.0)
+
+
+class Foreign(Counter):
+    """Has a letter in its first message, and in the next, that the tokenizer lacks."""
+
+    async def reset(self) -> Any:
+        return [{"role": "user", "content": "1+ℵ=" if self.sample.id == "s0" else "1+1="}]
+
+    async def step(self, message: Any) -> StepOutcome:
+        return StepOutcome(0.0, False, ({"role": "user", "content": "ℵ"},))
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        (WrongReset, "for sample 's1' in reset a message with role='robot'"),
+        (WrongStep, "for sample 's1' in turn 2 a message with role='robot'"),
+        (WrongTools, "in reset the tool .*with a name of its own"),
+        (NoCoroutine, "define it with `async def step`"),
     ],
 )
-def test_wrong_outcomes(make_parts: Any, outcome: Any, says: str) -> None:
-    class Wrong(Counter):
-        async def step(self, message: Any) -> Any:
-            return outcome
-
-    with pytest.raises(UserError, match="environment 'digits' returned") as caught:
-        rollout(make_parts(Wrong), samples(1), torch.arange(1))
-    assert says in str(caught.value)
+def test_a_mistake_of_an_environment_ends_the_rollout(make_parts: Any, kind: Any, says: str) -> None:
+    parts = make_parts(kind)
+    with pytest.raises(UserError, match=f"environment 'digits' .*{says}"):
+        rollout(parts, samples(3), torch.arange(3))
+    assert {episode.closed for episode in parts.environment.episodes} == {1}
 
 
-def test_each_call_is_answered_once(make_parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    call = {"id": "c0", "type": "function", "function": {"name": "add", "arguments": "{}"}}
-    monkeypatch.setattr(
-        "rlframework.datasets.chat.chat_format.ChatFormat.parse",
-        lambda self, ids, tools=(), position=0: {"role": "assistant", "content": "1", "tool_calls": [call]},
-    )
-
-    class Twice(Counter):
-        async def step(self, message: Any) -> Any:
-            answer = {"role": "tool", "content": "1", "tool_call_id": "c0"}
-            return StepOutcome(0.0, False, (answer, answer))
-
-    with pytest.raises(UserError, match="tool_call_id='c0'; calls without an answer: none"):
-        rollout(make_parts(Twice), samples(1), torch.arange(1))
-
-
-@pytest.mark.slow
-def test_wrong_tools_and_a_step_that_is_no_coroutine(make_parts: Any) -> None:
-    for wrong in ([{"name": "add"}], [{"type": "function", "function": {"name": ""}}], "add",
-                  [{"type": "function", "function": {"name": "add"}}] * 2):  # fmt: skip
-
-        class Tools(Counter):
-            tools = wrong  # type: ignore[assignment]
-
-        with pytest.raises(UserError, match=r"in reset the tool .*with a name of its own"):
-            rollout(make_parts(Tools), samples(1), torch.arange(1))
-
-    class Plain(Counter):
-        def step(self, message: Any) -> Any:  # type: ignore[override]
-            return StepOutcome(1.0)
-
-    with pytest.raises(UserError, match="define it with `async def step`"):
-        rollout(make_parts(Plain), samples(1), torch.arange(1))
-
-
-@pytest.mark.parametrize(("turn", "where"), [(0, "in reset"), (1, "in turn 1")])
-def test_text_without_tokens_names_sample_and_turn(make_parts: Any, turn: int, where: str) -> None:
-    class Foreign(Counter):
-        async def reset(self) -> Any:
-            return [{"role": "user", "content": "1+ℵ=" if turn == 0 else "1+1="}]
-
-        async def step(self, message: Any) -> StepOutcome:
-            return StepOutcome(0.0, False, ({"role": "user", "content": "ℵ"},))
-
-    says = rf"environment '\w+' returned for sample 's0' {where} messages that .*no token for \['ℵ'\]"
+@pytest.mark.parametrize(("first", "where"), [(0, "'s0' in reset"), (1, "'s1' in turn 1")])
+def test_text_without_tokens_names_sample_and_turn(make_parts: Any, first: int, where: str) -> None:
+    says = rf"environment '\w+' returned for sample {where} messages that .*no token for \['ℵ'\]"
     with pytest.raises(DataError, match=says):
-        rollout(make_parts(Foreign), samples(1), torch.arange(1))
+        rollout(make_parts(Foreign), samples(2)[first:], torch.arange(2 - first))
+
+
+# -- turns that a chat template takes in another form or not at all ---------------------------------------------------
+
+CALL = '<tool_call>{{"name": "add", "arguments": {}}}</tool_call>'
+TEMPLATE = (
+    "{{ tools | tojson if tools }}{% for m in messages %}{{ '[' + m.role + ']' + m.content }}"
+    "{% if 'taboo' in m.content %}{{ raise_exception('a word that is taboo') }}{% endif %}"
+    "{% if m.role == 'assistant' and m.content == 'odd' %}{{ raise_exception('an odd turn') }}{% endif %}"
+    "{% for call in m.tool_calls or [] %}{% if 'taboo' in call.function.arguments.items() | string %}"
+    "{{ raise_exception('a call that is taboo') }}{% endif %}<tool_call>"
+    "{{ {'name': call.function.name, 'arguments': dict(call.function.arguments.items())} | tojson }}</tool_call>"
+    "{% endfor %}{{ eos_token if m.role == 'assistant' }}{% endfor %}{{ '[assistant]' if add_generation_prompt }}"
+)
+"""As Qwen3.5's, this iterates over the arguments of a call; it rejects some turns."""
+
+
+class Adder(Counter):
+    """Answers each call, or a turn without one, with `observed`; ends after the second turn."""
+
+    tools = ({"type": "function", "function": {"name": "add", "description": "", "parameters": {}}},)
+    observed = "more"
+
+    async def step(self, message: Any) -> StepOutcome:
+        self.turn += 1
+        results = tuple(
+            {"role": "tool", "content": self.observed, "tool_call_id": call["id"]}
+            for call in message.get("tool_calls", ())
+        )
+        observations = results or ({"role": "user", "content": self.observed},)
+        return StepOutcome(1.0, True) if self.turn == 2 else StepOutcome(0.0, False, observations)
+
+
+def play(make_parts: Any, turn: str, kind: Any = Adder, template: str = TEMPLATE) -> Any:
+    """Play three episodes; the model writes `turn` first in that of `s1`, and `2` in all others."""
+    parts = make_parts(kind, None, "generation.max_new_tokens=20000")
+    parts.generation._limits = replace(parts.generation._limits, positions=None)
+    client = parts.generation.client
+    client._contract = replace(client._contract, vocabulary=None)  # the tokenizer below has more tokens than the model
+    parts.tokenizer = character_tokenizer("".join(map(chr, range(32, 127))))
+    parts.tokenizer.chat_template = template
+
+    def answer(request: Any) -> list[int]:
+        asked = parts.tokenizer.decode(request.prompt_ids)
+        text = turn if asked.endswith("[user]1+1=[assistant]") else "2"
+        return [*parts.tokenizer(text, add_special_tokens=False)["input_ids"], parts.tokenizer.eos_token_id]
+
+    parts.engine.answer = answer
+    return rollout(parts, samples(3), torch.arange(3))
+
+
+class Refusing(Adder):
+    async def step(self, message: Any) -> StepOutcome:
+        outcome = await super().step(message)
+        results = tuple(refusal(call, "no such row") for call in message.get("tool_calls", ()))
+        return replace(outcome, observations=results or outcome.observations)
+
+
+def test_calls_and_refusals_are_counted(make_parts: Any) -> None:
+    result = play(make_parts, CALL.format("{}"), Refusing)
+    counted = [result.metrics[name] for name in ("tool_calls", "malformed_tool_calls", "tool_errors")]
+    assert counted == pytest.approx([1 / 3, 0.0, 1 / 3])
+
+
+@pytest.mark.parametrize("arguments", ['"x"', "[1]", "null", '{"a": "\\ud83d"}', "5}{"])
+def test_a_call_that_the_template_takes_in_another_form_goes_on(make_parts: Any, arguments: str) -> None:
+    result = play(make_parts, CALL.format(arguments))
+    assert not result.failed.any()
+    assert result.rewards.tolist() == [1.0, 1.0, 1.0]
+    assert result.metrics["episode_turns"] == 2.0
+    assert result.metrics["tool_calls"] == pytest.approx(1 / 3)
+    assert (result.metrics["malformed_tool_calls"] > 0) == (not arguments.startswith("{"))
+
+
+@pytest.mark.parametrize(
+    ("turn", "says"),
+    [
+        (CALL.format('"taboo"'), "a call that is taboo. If it"),
+        (CALL.format('"taboo"'), "; its last tool call is {'name': 'add', 'arguments': 'taboo'}"),
+        pytest.param(CALL.format('{"a": ' * 900 + "1" + "}" * 900), "its last tool call is", id="nested too deeply"),
+        ("odd", "; its last turn is 'odd'"),
+    ],
+)
+def test_a_turn_that_the_template_does_not_take_fails_its_episode(make_parts: Any, turn: str, says: str) -> None:
+    result = play(make_parts, turn)
+    assert result.failed.tolist() == [False, True, False]
+    assert result.failures[1].startswith("what the model wrote up to turn 1 cannot be rendered: ")
+    assert says in result.failures[1]
+    assert result.metrics["failed_episodes"] == 1.0
+
+
+def test_half_a_character_that_a_tool_repeats_fails_its_episode(make_parts: Any) -> None:
+    class Echo(Adder):
+        async def step(self, message: Any) -> StepOutcome:
+            for call in message.get("tool_calls", ()):
+                self.observed = json.loads(call["function"]["arguments"])["a"]
+            return await super().step(message)
+
+    result = play(make_parts, CALL.format('{"a": "\\ud83d"}'), Echo)
+    assert result.failed.tolist() == [False, True, False]
+    assert "has a lone surrogate" in result.failures[1]
+
+
+@pytest.mark.parametrize(("turn", "sample"), [("2", "s0"), (CALL.format("{}"), "s1"), (CALL.format('"x"'), "s1")])
+def test_messages_of_the_environment_that_the_template_does_not_take_end_the_rollout(
+    make_parts: Any, turn: str, sample: str
+) -> None:
+    class Taboo(Adder):
+        async def step(self, message: Any) -> StepOutcome:
+            self.observed = "taboo" if self.sample.id == sample else "more"
+            return await super().step(message)
+
+    with pytest.raises(
+        DataError, match=rf"environment '\w+' returned for sample '{sample}' in turn 1 messages that cannot be"
+    ):
+        play(make_parts, turn, Taboo)

@@ -1,16 +1,19 @@
-"""Rollouts with images, of single turns and of episodes: training scores what was sampled, with its own images."""
+"""Rollouts with images, of single turns, of episodes and asynchronous: training scores what was sampled."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_vlm_directories
 import torch
 from image_rows import inputs_of_rows, write_images
 from PIL import Image
+from probe_runs import rows_of
 
-from rlframework import load_config
+from rlframework import load_config, run
 from rlframework.algorithms.sft import SFT
 from rlframework.base.errors import UserError
 from rlframework.datasets.chat.chat_format import ChatFormat
@@ -168,3 +171,45 @@ def test_images_need_the_key_that_reads_them(make_parts):
     parts = make_parts(lambda sample, seed: Looking("", 1))
     with pytest.raises(UserError, match=r"for sample .* in reset .* images need environment\.images"):
         play(parts)
+
+
+STOPS = [*range(8, 30, 2)]
+"""Tokens that end a turn, which the untrained model does not."""
+
+
+@pytest.fixture
+def sections(tmp_path: Path) -> dict[str, Any]:
+    """A run on rows with images of different sizes; every third row has none."""
+    model = tiny_vlm_directories.save("qwen2_vl", tmp_path / "model")
+    rows = []
+    for number in range(8):
+        Image.effect_noise((16, 16 + 8 * (number % 2)), 90).convert("RGB").save(tmp_path / f"{number}.png")
+        seen = {"prompt": f"<image>{number}?", "image": f"{number}.png"} if number % 3 else {"prompt": f"{number}?"}
+        rows.append({**seen, "answer": "red0"})
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {
+        "algorithm": {"name": "grpo", "num_steps": 3, "prompts_per_step": 2, "samples_per_prompt": 4,
+                      "validation": {"at_start": False, "at_end": False, "every": 0}},
+        "environment": {"name": "dataset", "path": f"{tmp_path}/rows.jsonl", "images": {},
+                        "reward": "probe_sights:colors"},
+        "policy": {"model_name": str(model), "train_global_batch_size": 8, "optimizer": {"lr": 0.01}},
+        "generation": {"max_new_tokens": 4, "stop_token_ids": STOPS, "workers": {"group": "processes"}},
+        "observers": {"console": False, "curve": False},
+    }  # fmt: skip
+
+
+def finished(folder: Path, sections: dict[str, Any], *overrides: str) -> Path:
+    path = folder.with_suffix(".yaml")
+    path.write_text(json.dumps({**sections, "output_dir": str(folder)}))
+    run(load_config(path, list(overrides)))
+    return folder
+
+
+@pytest.mark.slow
+def test_stale_tokens_are_scored_with_their_images(sections: Any, tmp_path: Path) -> None:
+    """With one step of staleness, what the engines sampled is within a step's change of what the trainer computes."""
+    found = rows_of(finished(tmp_path / "run", sections, "algorithm.num_steps=5", "algorithm.async={max_staleness: 1}"))
+    stale = [row["async/staleness_max"] for row in found if "async/staleness_max" in row]
+    assert len(stale) == 5
+    assert max(stale) <= 1
+    assert found[0]["train/generation_logprob_difference_max"] < 1e-4

@@ -1,4 +1,4 @@
-"""The guarantees of asynchronous training, on random schedules in virtual time."""
+"""The guarantees of asynchronous training, on random schedules in virtual time, and its log of failed groups."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ledger_worlds import Facts, Schedule, World, random_schedule, synchronous
 
 from rlframework.base.errors import DataError, LedgerError
 from rlframework.rollout.ledger import Ledger
+from rlframework.rollout.tickets import FailureLog
 
 SCHEDULES = 10_000
 SAMPLE = 1_000
@@ -170,18 +171,6 @@ def admitted(ledger: Ledger[int, str], count: int) -> list[Any]:
     return tickets[:count]
 
 
-def test_admission_is_by_the_published_version_and_not_by_what_was_taken() -> None:
-    ledger = book()
-    tickets = admitted(ledger, 9)
-    assert [(ticket.step, ticket.slot) for ticket in tickets] == [(1, 0), (1, 1), (2, 0), (2, 1)]
-    for ticket in tickets[:2]:
-        ledger.complete(ticket, "group", [0])
-    assert ledger.take(1) is not None
-    assert ledger.admit(lambda step: 9) is None
-    ledger.published(1)
-    assert [ticket.step for ticket in admitted(ledger, 9)] == [3, 3]
-
-
 def paced(durations: list[float], max_staleness: int) -> tuple[list[int], list[float]]:
     """Train steps that take the trainer a second each; the groups of step `s` take `durations[s - 1]` seconds.
 
@@ -283,12 +272,6 @@ def test_the_bound_may_change_on_resume_and_the_number_of_groups_may_not() -> No
         book(groups=3).load_state_dict(state)
 
 
-def test_nothing_is_admitted_for_steps_after_the_last() -> None:
-    ledger = book(max_staleness=5, last_step=2)
-    assert [ticket.step for ticket in admitted(ledger, 99)] == [1, 1, 2, 2]
-    assert book(last_step=0).admit(lambda step: 1) is None
-
-
 def test_a_ledger_begins_after_a_synchronous_run() -> None:
     ledger: Ledger[int, str] = Ledger(groups=2, max_staleness=1, last_step=6, clock=lambda: 0.0)
     ledger.start_after(4)
@@ -298,3 +281,23 @@ def test_a_ledger_begins_after_a_synchronous_run() -> None:
     assert tickets[4] is None
     with pytest.raises(LedgerError, match="a ledger with 4 tickets after step 4 cannot start at 5"):
         ledger.start_after(5)
+
+
+def test_the_first_failures_of_a_step_are_logged_and_the_others_counted(caplog: pytest.LogCaptureFixture) -> None:
+    log = FailureLog()
+    for number in range(4000):
+        log.add(7, f"ticket {number} failed")
+    log.add(8, "ticket 4000 failed")
+    log.end(7)
+    log.end(8)
+    shown = ["ticket 0 failed", "ticket 1 failed", "ticket 2 failed", "ticket 4000 failed"]
+    assert caplog.messages == [*shown, "step 7: 4000 groups failed; 3997 are not shown"]
+
+
+def test_a_step_begins_anew_after_its_end(caplog: pytest.LogCaptureFixture) -> None:
+    log = FailureLog()
+    for _ in range(2):
+        for number in range(3):
+            log.add(1, str(number))
+        log.end(1)
+    assert caplog.messages == ["0", "1", "2"] * 2

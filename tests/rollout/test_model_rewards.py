@@ -1,20 +1,26 @@
-"""Rewards of a reward model: which rows it scores, how scores and rewards are combined, and in a run."""
+"""Rewards of a reward model, and rewards that fail in asynchronous runs: they are counted over a step."""
 
 from __future__ import annotations
 
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from probe_runs import refused, rows_of
+from probe_runs import refused
 
-from rlframework import run
-from rlframework.base.errors import ConfigError
+from rlframework.base.errors import ConfigError, UserError
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.config.further_policies import RewardModelConfig
-from rlframework.rollout.asynchronous import AsynchronousRollouts
+from rlframework.environments.dataset import DatasetEnvironment
+from rlframework.huggingface.tokenizer import load_tokenizer
+from rlframework.interfaces.generation import GenerationResult
+from rlframework.rollout.group_players import SingleTurnPlayer, Turns
 from rlframework.rollout.result import Rollout
 from rlframework.rollout.seeds import row_seeds
 from rlframework.rollout.step_rollouts import add_model_rewards, rollout
@@ -90,42 +96,91 @@ def test_rewards_of_a_run_are_scores_of_transformers(run_config: Any, reward_mod
     assert len(set(found.data["input_lengths"].tolist())) > 1
 
 
-@pytest.mark.slow
-def test_an_asynchronous_run_has_the_scores_in_its_rewards(
-    run_config: Any, reward_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In each step, also while the next one is generated; what is reported and logged has them too."""
-    ordinary, found = AsynchronousRollouts.rollout, list[Rollout]()
-
-    def seen(self: AsynchronousRollouts, step: int, number: int) -> Rollout:
-        found.append(ordinary(self, step, number))
-        return found[-1]
-
-    monkeypatch.setattr(AsynchronousRollouts, "rollout", seen)
-    keys = ("generation.workers.group=processes", "algorithm.async={max_staleness: 1}", "observers.samples=32")
-    section = f"reward_model={{model_name: {reward_model}, environment_weight: 0.0, weight: 2.0}}"
-    run(run_config("grpo", section, *keys, "algorithm.validation={every: 0, at_start: false, at_end: false}"))
-    logged = rows_of(tmp_path / "run" / "samples.jsonl")
-    assert len(found) == 3
-    for step, (result, metrics) in enumerate(zip(found, rows_of(tmp_path / "run"), strict=True), start=1):
-        wanted = pytest.approx([2.0 * score for score in scores_by_hand(reward_model, result)], rel=1e-4, abs=1e-5)
-        assert result.rewards.tolist() == wanted
-        assert [row["reward"] for row in logged if row["step"] == step] == wanted
-        assert 2.0 * metrics["train/model_score"] == metrics["train/reward"] == pytest.approx(sum(wanted.expected) / 32)
-
-
-@pytest.mark.slow
-def test_ppo_with_a_reward_model_and_a_critic_that_begins_as_it(run_config: Any, reward_model: Any) -> None:
-    keys = ["algorithm.name=ppo", "algorithm.samples_per_prompt=1", "algorithm.prompts_per_step=32"]
-    sections = [f"reward_model={{model_name: {reward_model}}}", f"critic={{model_name: {reward_model}}}"]
-    rows = run(run_config("grpo", *keys, *sections)).history
-    for row in rows:
-        for kind in ("train", "validation"):
-            if f"{kind}/reward" in row:
-                both = row[f"{kind}/environment_reward"] + row[f"{kind}/model_score"]
-                assert row[f"{kind}/reward"] == pytest.approx(both, rel=1e-5)
-    assert abs(rows[1]["train/value"]) > 1e-3
-
-
 def test_algorithms_without_rewards_reject_it(run_config: Any) -> None:
     assert "the section 'reward_model' is not used" in refused(run_config("sft", "reward_model={}"), ConfigError)
+
+
+REWARD = """
+import os
+
+def score(completion):
+    if completion == "9":
+        os._exit(3)
+    if completion == "8":
+        raise ValueError("bad")
+    return {"reward": float(completion), "process": os.getpid()}
+"""
+ROWS = 4
+
+
+class Answers:
+    """A bridge whose engine answers with the text of the seed."""
+
+    max_new_tokens = 8
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def begin(self) -> str:
+        return "session"
+
+    def end(self, session: str) -> None:
+        assert session == "session"
+
+    async def complete_group(self, prompt: torch.Tensor, seeds: Any, *_: object) -> list[GenerationResult]:
+        rows = [torch.tensor(self._tokenizer.encode(str(seed), add_special_tokens=False)) for seed in seeds]
+        return [GenerationResult("", ids, torch.zeros(len(ids)), "stop", ()) for ids in rows]
+
+
+@pytest.fixture
+def parts(run_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The parts that a player needs, with a reward function that fails for the answer 8, and ends for 9."""
+    (tmp_path / "failing_reward.py").write_text(REWARD)
+    rows = [{"prompt": f"{number}?", "answer": "1"} for number in range(8)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "failing_reward", raising=False)
+    section = "{name: dataset, path: rows.jsonl, reward: 'failing_reward:score', max_reward_failures: 0.125}"
+    config = run_config("grpo", "~environment", f"environment={section}")
+    environment = DatasetEnvironment(config.environment, seed=0)
+    tokenizer = load_tokenizer(config.policy.model_name)
+    yield SimpleNamespace(config=config, environment=environment, tokenizer=tokenizer, timeline=None, images=None)
+    environment.shutdown()
+
+
+def play(parts: Any, answers: Sequence[Sequence[int]]) -> tuple[SingleTurnPlayer, list[Any]]:
+    """Play a group with each of `answers`, one after the other, so that each is scored alone."""
+    player, samples = SingleTurnPlayer(parts), parts.environment.samples("train")
+
+    async def groups() -> list[Turns]:
+        async with player.playing(Answers(parts.tokenizer)):  # type: ignore[arg-type]
+            return [await player.play(sample, own) for sample, own in zip(samples, answers, strict=False)]
+
+    played = asyncio.run(groups())
+    return player, [(sample, len(group.texts), group) for sample, group in zip(samples, played, strict=False)]
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_costs_its_answer_and_is_counted_over_the_step(parts: Any) -> None:
+    """2 of 16 answers are the allowed eighth, and would be half of the group whose answers are scored together.
+
+    Those of a group that has failed count too, although they were never scored: a synchronous step has 16.
+    """
+    answers = [[1, 2, 3, 4], [1, 9, 3, 8], [1, 1, 1, 1]]
+    player, groups = play(parts, answers)
+    missed = parts.environment.samples("train")[3], ROWS, "it missed its deadline"
+    result = player.rollout([*groups, missed])
+    player.close()
+    scored = [0.0 if answer > 7 else answer for group in answers for answer in group]
+    assert result.rewards.tolist() == scored + [0.0] * ROWS
+    assert result.metrics["reward_failures"] == 2.0
+    assert result.failed.tolist() == [False] * len(scored) + [True] * ROWS
+
+
+@pytest.mark.slow
+def test_too_many_failures_in_the_answers_of_a_step_end_the_run(parts: Any) -> None:
+    player, groups = play(parts, [[8, 2, 3, 4], [1, 8, 3, 4], [1, 1, 1, 1], [2, 2, 2, 8]])
+    with pytest.raises(UserError, match=r"failed for 3 of 16 answers.*environment\.max_reward_failures=0\.125 allows"):
+        player.rollout(groups)
+    player.close()

@@ -1,16 +1,20 @@
-"""GRPO, validation and evaluation on episodes of two turns, with the embedded engine."""
+"""GRPO and evaluation on episodes of two turns, also with a template that rewrites history: several rows an episode."""
 
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
 import pytest
-from probe_runs import assert_same_weights, call, numbers_of
+import torch
+from probe_runs import call
+from transformers import AutoModelForCausalLM
 
 from rlframework import run
-from rlframework.runner.launch import resume
+from rlframework.generation.completions import Completions
+from rlframework.huggingface.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.slow
 
@@ -20,30 +24,6 @@ GAME = [*STOPS, 'plugins=["probe_games"]', "~environment", "environment={name: t
 
 def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("workers", [[], ["worker_group={name: processes, num_workers: 2}"]], ids=["inline", "two"])
-def test_grpo_learns_a_game_of_two_turns(run_config: Any, tmp_path: Path, workers: list[str]) -> None:
-    steps = ["algorithm.num_steps=12", "policy.optimizer.lr=5e-3", "algorithm.validation.every=0"]
-    result = run(run_config("grpo", *GAME, *steps, *workers))
-    rewards = [row["train/reward"] for row in result.history if "train/reward" in row]
-    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.3
-    row = result.history[-1]
-    parts = row["train/reward/first"], row["train/reward/second"]
-    assert row["train/failed_episodes"] == 0.0
-    assert row["train/episode_rows"] == 1.0
-    assert 1.5 < row["train/episode_turns"] <= 2.0
-    assert row["train/truncated_fraction"] == pytest.approx(
-        sum(value for name, value in row.items() if name.startswith("train/truncated/"))
-    )
-    assert all(part > 0 for part in parts)
-    assert row["train/generation_logprob_difference_max"] < 1e-4  # the row that is trained is what was sampled
-    assert {"validation/episode_turns", "validation/reward"} <= result.history[0].keys() | result.metrics.keys()
-    sample = lines(tmp_path / "run" / "samples.jsonl")[-1]
-    assert [turn["role"] for turn in sample["turns"]][:2] == ["user", "assistant"]
-    assert sample["model_input"] == sample["prompt"] == f"{sample['sample']}?"
-    assert sample["metrics"].keys() == {"first", "second"}
 
 
 def test_a_warning_names_the_limits_that_cut_most_episodes(
@@ -59,44 +39,20 @@ def test_a_warning_names_the_limits_that_cut_most_episodes(
     assert caplog.text.count(f"step 1: 100% of the episodes were truncated: {reached}. They are") == 1
 
 
-def test_a_resumed_run_has_the_same_episodes(run_config: Any, tmp_path: Path) -> None:
-    """Bit by bit, as the engine waits for all episodes before it decodes their next turns together."""
-
-    def config(folder: str, *more: str) -> Any:
-        keys = ["checkpoints.every=2", "algorithm.num_steps=6", f"output_dir={tmp_path / folder}", *more]
-        return run_config("grpo", *GAME, "environment.fails=3", "environment.gather_timeout=20", *keys)
-
-    run(config("whole"))
-    run(config("two", "algorithm.num_steps=4"))
-    resume(tmp_path / "two", ["algorithm.num_steps=6"])
-    whole, two = (numbers_of(tmp_path / folder) for folder in ("whole", "two"))
-    del two[4], whole[4]  # the last step of the shorter run has a validation that the other has not
-    assert whole == two
-    assert any(row.get("train/failed_episodes") for row in whole.values())
-    assert_same_weights(tmp_path / "whole", tmp_path / "two")
-
-
-def test_a_model_is_evaluated_in_episodes(run_config: Any, tmp_path: Path) -> None:
+def test_a_model_is_evaluated_in_episodes_of_which_some_fail(
+    run_config: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run(run_config("grpo", *GAME, "algorithm.num_steps=1"))
-    out = tmp_path / "evaluation"
-    assert call("evaluate", tmp_path / "run", "--samples", 4, "--attempts", 2, "--out", out, "--trust-run") == 0
+    out, fails = tmp_path / "evaluation", "environment.fails=1"
+    assert call("evaluate", tmp_path / "run", fails, "--samples", 8, "--attempts", 4, "--out", out, "--trust-run") == 0
     rows = lines(out / "completions.jsonl")
-    assert [(row["id"], row["attempt"]) for row in rows] == [(str(n), k) for n in range(40, 44) for k in (0, 1)]
-    for row in rows:
+    assert [(row["id"], row["attempt"]) for row in rows] == [(str(n), k) for n in range(40, 48) for k in range(4)]
+    for row in [row for row in rows if "failure" not in row]:
         turns = [turn for turn in row["turns"] if turn["role"] == "assistant"]
         assert row["reward"] == pytest.approx(sum(turn["reward"] for turn in turns), abs=1e-5)
         assert turns[-1]["content"] == row["completion"]
         assert row["turns"][0] == {"role": "user", "content": f"{row['id']}?", "trained": False}
-
-
-def test_failed_episodes_of_an_evaluation_are_counted(
-    run_config: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run(run_config("grpo", *GAME, "algorithm.num_steps=1"))
-    out = tmp_path / "evaluation"
-    fails = "environment.fails=1"
-    assert call("evaluate", tmp_path / "run", fails, "--samples", 8, "--attempts", 4, "--out", out, "--trust-run") == 0
-    failed = [row for row in lines(out / "completions.jsonl") if "failure" in row]
+    failed = [row for row in rows if "failure" in row]
     assert 0 < len(failed) < 32
     (found,) = {(row["reward"], row["accuracy"], row["failure"]) for row in failed}
     assert found[:2] == (0.0, 0.0)
@@ -104,3 +60,91 @@ def test_failed_episodes_of_an_evaluation_are_counted(
     summary = json.loads((out / "summary.json").read_text())
     assert (summary["failed_episodes"], summary["reward_failures"]) == (len(failed), 0)
     assert f"{len(failed)} episodes of " in " ".join(capsys.readouterr().out.split())
+
+
+TEMPLATE = "{% for m in messages %}{{ '-' if m.role == 'assistant' else m.content }}{% endfor %}"
+"""Earlier turns of the model are rendered as a dash."""
+EPISODES, GROUP = 16, 8
+KEYS = [
+    "generation.max_new_tokens=6", "generation.stop_token_ids=[8, 9, 10, 11, 12, 13]", 'plugins=["probe_games"]',
+    "~environment",
+    f"environment={{name: two_turns, max_episode_tokens: 24, max_concurrent_episodes: {EPISODES}}}",
+    f"policy.chat_template={TEMPLATE!r}",
+    "algorithm.prompts_per_step=2", f"algorithm.samples_per_prompt={GROUP}", "algorithm.num_steps=1",
+    "algorithm.validation.every=0", "algorithm.validation.at_start=false", "algorithm.validation.at_end=false",
+    "policy.optimizer.weight_decay=0.0",
+]  # fmt: skip
+
+
+@pytest.fixture
+def turns(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[tuple[list[int], list[int]]]]:
+    """The prompts of each session with the tokens that the engine returned, as they occur."""
+    found: dict[str, list[tuple[list[int], list[int]]]] = {}
+    complete, session = Completions.complete, Completions.session
+
+    def begun(self: Completions) -> str:
+        name = session(self)
+        found[name] = []
+        return name
+
+    async def recorded(self: Completions, prompt: Any, seed: int, most: int, session_id: str, *rest: Any) -> Any:
+        result = await complete(self, prompt, seed, most, session_id, *rest)
+        found[session_id].append((torch.as_tensor(prompt).tolist(), result.token_ids.tolist()))
+        return result
+
+    monkeypatch.setattr(Completions, "session", begun)
+    monkeypatch.setattr(Completions, "complete", recorded)
+    return found
+
+
+def digits(tokenizer: Any, ids: list[int]) -> float:
+    """The reward of a turn: the fraction of digits in its text."""
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    return sum(letter.isdigit() for letter in text) / len(text) if text else 0.0
+
+
+def test_the_rows_of_an_episode_are_one_step_of_grpo(run_config: Any, turns: Any) -> None:
+    config = run_config("grpo", *KEYS, "algorithm.loss.level=sequence")
+    row = run(config).history[-1]
+    tokenizer = load_tokenizer(config.policy.model_name)
+    episodes = list(filter(None, turns.values()))  # in order, as all begin at once
+    assert len(episodes) == EPISODES
+    assert {len(played) for played in episodes} == {1, 2}
+    assert all(later[0][: len(first[0] + first[1])] != first[0] + first[1] for first, later in filter(both, episodes))
+    rows = sum(map(len, episodes))
+    assert row["train/episode_rows"] == pytest.approx(rows / EPISODES)
+    assert row["train/template_breaks"] == pytest.approx(100 * (rows - EPISODES) / rows)
+
+    samples = [json.loads(line) for line in (config.output_dir / "samples.jsonl").read_text().splitlines()]
+    marks = [[turn.get("row") for turn in sample["turns"] if turn.get("sampled")] for sample in samples]
+    assert [None, 2] in marks
+    assert all(each in ([None], [None, 2]) for each in marks)
+
+    rewards = [sum(digits(tokenizer, ids) for _, ids in played) for played in episodes]
+    assert row["train/reward"] == pytest.approx(sum(rewards) / EPISODES, abs=1e-6)
+    groups = [rewards[start : start + GROUP] for start in range(0, EPISODES, GROUP)]
+    advantages = [
+        (reward - statistics.mean(group)) / (statistics.stdev(group) + 1e-6) for group in groups for reward in group
+    ]
+    loss, norm = by_hand(config.policy.model_name, episodes, advantages)
+    assert row["train/loss"] == pytest.approx(loss, abs=1e-5)
+    assert row["train/grad_norm"] == pytest.approx(norm, rel=1e-4)
+
+
+def both(played: list[Any]) -> bool:
+    return len(played) == 2
+
+
+def by_hand(path: str, episodes: list[Any], advantages: list[float]) -> tuple[float, float]:
+    """The loss and its gradient's norm, with a forward for each turn: each has a row of its own."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    loss, value = torch.zeros(()), 0.0
+    for played, advantage in zip(episodes, advantages, strict=True):
+        weight = 1 / sum(len(ids) for _, ids in played) / len(episodes)
+        for prompt, ids in played:
+            logits = model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
+            loss = loss - weight * advantage * logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None]).sum()
+            value -= weight * advantage * len(ids)  # the ratio is 1
+    loss.backward()
+    squares = [float(p.grad.double().square().sum()) for p in model.parameters() if p.grad is not None]
+    return value, sum(squares) ** 0.5

@@ -105,24 +105,6 @@ def test_a_run_without_data(run_config) -> None:
     assert not config.output_dir.exists()
 
 
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_a_run_on_rows_from_python_is_resumed_with_the_same_rows(run_config, tmp_path) -> None:
-    """12 rows, 8 a step: 2 steps in one epoch, 3 in two."""
-    keys = [*OWN, *EPOCHS, "checkpoints.every=1"]
-    whole = run(run_config("sft", *keys, "algorithm.num_epochs=2", f"output_dir={tmp_path}/whole"), data=DATA)
-    assert [row["train/epoch"] for row in whole.history[1:]] == [8 / 12, 16 / 12, 2.0]
-    parts = run_config("sft", *keys, f"output_dir={tmp_path}/parts")
-    assert run(parts, data=DATA).metrics["step"] == 2
-    with pytest.raises(ConfigError, match="resume"):
-        resume(tmp_path / "parts", ["algorithm.num_epochs=2"])
-    with pytest.raises(ConfigError, match="started with other rows"):
-        resume(tmp_path / "parts", ["algorithm.num_epochs=2"], data=ROWS)
-    same = {split: datasets.Dataset.from_list(rows) for split, rows in DATA.items()}
-    resume(tmp_path / "parts", ["algorithm.num_epochs=2"], data=same)
-    assert numbers_of(tmp_path / "parts")[3] == numbers_of(tmp_path / "whole")[3]
-
-
 @pytest.mark.slow
 def test_a_mixture_is_resumed_bit_for_bit(run_config, tmp_path) -> None:
     def source(name: str, rows: list[dict[str, Any]], weight: float) -> dict[str, Any]:

@@ -59,13 +59,6 @@ def test_a_critic_that_begins_as_the_policy_is_trained_like_it(followed, tmp_pat
         assert (weight - wanted[name]).norm() < 1e-4 * wanted[name].norm(), name
 
 
-@pytest.mark.parametrize("policy", ["deepspeed", "megatron"])
-def test_other_policies_with_a_critic_of_the_reference_backend_in_one_process(followed, tmp_path, policy):
-    run(followed(f"policy.backend={policy}", "critic.backend=dtensor"))
-    for row in rows_of(tmp_path / "run")[1:]:
-        assert row["train/critic_loss"] == pytest.approx(row["train/loss"], rel=1e-5)
-
-
 @pytest.mark.thorough
 def test_a_run_is_resumed_with_its_critic_bit_for_bit(followed, tmp_path):
     """The critic has its own learning rate, schedule, backend and process."""
@@ -82,16 +75,6 @@ def test_a_run_is_resumed_with_its_critic_bit_for_bit(followed, tmp_path):
         [3e-3, 2.25e-3, 1.5e-3, 0.75e-3]
     )
     assert_same_weights(tmp_path / "whole", tmp_path / "two")
-    wanted = critic_weights(tmp_path / "whole")
-    assert all(torch.equal(weight, wanted[name]) for name, weight in critic_weights(tmp_path / "two").items())
-
-
-@pytest.mark.thorough
-def test_a_sharded_checkpoint_in_the_background_has_the_critic_too(followed, tmp_path):
-    options = ["checkpoints={every: 1, format: sharded, asynchronous: true}", "critic.backend=megatron"]
-    run(followed(f"output_dir={tmp_path}/whole", *options))
-    run(followed(f"output_dir={tmp_path}/two", *options, "algorithm.num_steps=2"))
-    resume(tmp_path / "two", ["algorithm.num_steps=3"])
     wanted = critic_weights(tmp_path / "whole")
     assert all(torch.equal(weight, wanted[name]) for name, weight in critic_weights(tmp_path / "two").items())
 

@@ -77,16 +77,6 @@ def test_a_run_that_failed_in_its_second_step_is_kept(run_config, tmp_path, monk
     assert contents(tmp_path / "run") == before
 
 
-def test_tensorboard_alone_shows_that_steps_were_done(run_config, tmp_path):
-    settings = ["observers.jsonl=false", "observers.tensorboard=true", "observers.curve=false"]
-    run(run_config("sft", "algorithm.num_steps=1", *settings))
-    model = tmp_path / "run" / "model"
-    for path in model.iterdir():
-        path.unlink()
-    model.rmdir()
-    assert read_contents(tmp_path / "run").results == ("tensorboard",)
-
-
 def test_a_finished_run_is_replaced_only_with_overwrite(finished, caplog):
     config, folder = finished
     before = contents(folder)

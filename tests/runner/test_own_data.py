@@ -15,11 +15,8 @@ from probe_runs import refused
 from rlframework import load_config, run
 from rlframework.algorithms import input_checks, sft
 from rlframework.base.errors import ConfigError, DataError
-from rlframework.datasets.tokens import TokenData
 from rlframework.huggingface.model_directories import make_llama
 from rlframework.huggingface.tokenizer import character_tokenizer, load_tokenizer
-from rlframework.interfaces.environment import Sample
-from rlframework.interfaces.messages import Message
 from rlframework_tools.tokenize import tokenize
 
 pytestmark = pytest.mark.slow
@@ -102,13 +99,6 @@ def test_texts_are_learnt_whole(run_config, tmp_path):
     assert result.metrics["validation/loss"] > 0
 
 
-def test_questions_of_your_own_by_grpo(run_config, tmp_path):
-    path = write(tmp_path / "a.jsonl", [{"question": f"{n}+1?", "answer": n + 1} for n in range(30)])
-    result = run(run_config("grpo", *own(path, check="math"), "algorithm.num_steps=1"))
-    assert result.metrics["step"] == 1
-    assert "validation/accuracy" in result.metrics
-
-
 def test_rewards_need_a_check(run_config, tmp_path):
     path = write(tmp_path / "a.jsonl", TALKS)
     with pytest.raises(ConfigError, match=r"`environment\.check`: completions are not scored, so GRPO has no rewards"):
@@ -134,12 +124,6 @@ def test_data_that_does_not_fit_is_told_before_any_work(run_config, tmp_path, ro
     other = write(tmp_path / "v.jsonl", TALKS[:1])
     options = [*own(write(tmp_path / "a.jsonl", rows), validation_path=str(other)), "policy.batching.tokens=null"]
     assert message in refused(run_config("sft", *options))
-
-
-def test_validation_rows_are_looked_at_before_any_work_too(run_config, tmp_path):
-    path, other = write(tmp_path / "a.jsonl", TALKS), write(tmp_path / "v.jsonl", [talk("hi", "€")])
-    message = refused(run_config("sft", *own(path, validation_path=str(other))))
-    assert message.startswith("validation sample 'v-1': the tokenizer has no token for ['€']")
 
 
 def test_rows_that_are_cut(run_config, tmp_path):
@@ -175,15 +159,6 @@ def test_a_cut_that_leaves_nothing_to_learn_is_refused(run_config, tmp_path, cap
     assert "5 of 6 checked train rows have no token" in caplog.text
 
 
-def test_the_first_token_is_nothing_to_learn(run_config, tmp_path):
-    """Texts cut to one token, which is in the loss mask but is not predicted by anything."""
-    path = write(tmp_path / "a.jsonl", [{"text": f"once {'x' * n}"} for n in range(5)])
-    config = run_config("sft", *own(path), *ONE_STEP, NO_VALIDATION, "algorithm.max_tokens=1")
-    assert "4 of 4 checked train rows have no token to train on" in refused(config)
-    with pytest.raises(DataError, match="no row has a token to train on after its first token"):
-        tokenize(config, tmp_path / "tokens")
-
-
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_of_many_rows_those_without_an_answer_are_found_too(run_config, tmp_path, monkeypatch, suffix):
     """Three of thirty rows are rendered; the seventh and the ninth are short and have no answer."""
@@ -198,13 +173,6 @@ def test_of_many_rows_those_without_an_answer_are_found_too(run_config, tmp_path
     assert f"train sample {name!r}: there is no assistant turn after a prompt to train on" in message
     few = run_config("sft", *own(path, validation_path=str(other), max_samples=6), *ONE_STEP, "algorithm.max_tokens=9")
     assert run(few).metrics["train/loss"] > 0  # the rows in use are fine
-
-
-def test_of_many_samples_in_a_list_the_first_without_an_answer_is_found():
-    asked: Message = {"role": "user", "content": "hi"}
-    samples = [Sample(str(n), (asked,), "", "" if n >= 2 else "b") for n in range(4)]
-    assert input_checks._without_answer(samples) == 2
-    assert input_checks._without_answer(samples[:2]) is None
 
 
 @pytest.mark.parametrize(
@@ -259,11 +227,9 @@ def test_a_chat_template_of_your_own(run_config, tmp_path):
 
 
 @pytest.mark.parametrize("algorithm", ["sft", "grpo"])
-@pytest.mark.parametrize(
-    "template", ["{% for m in messages %}user: {{ m.text }}{% endfor %}", "{{ messages[0].text }}"]
-)
-def test_a_chat_template_that_drops_the_texts_is_refused(run_config, tmp_path, algorithm, template):
+def test_a_chat_template_that_drops_the_texts_is_refused(run_config, tmp_path, algorithm):
     path = write(tmp_path / "a.jsonl", [{"question": f"{n}+1?", "answer": n + 1} for n in range(30)])
+    template = "{% for m in messages %}user: {{ m.text }}{% endfor %}"
     config = run_config(algorithm, *own(path, check="math"), f"policy.chat_template={json.dumps(template)}")
     assert refused(config).startswith("the chat template does not write the text of a user message")
 
@@ -314,6 +280,11 @@ def test_token_data_of_another_tokenizer(tokens, tmp_path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
+        ("seed=4", "was made with seed=3, but this run has 4: rows that this run holds out may be in it"),
+        ("environment.validation_fraction=0.5", "with environment.validation_fraction=0.05, but this run has 0.5"),
+        ("environment.max_samples=3", "with environment.max_samples=None, but this run has 3"),
+        ("environment.instruction=x", "with environment.instruction='', but this run has 'x'"),
+        ("environment.system_prompt=be", "with environment.system_prompt=None, but this run has 'be'"),
         ("algorithm.train_on=all", "was made with algorithm.train_on=last, but this run has all; set it to last"),
         ("algorithm.max_tokens=9", "was made with algorithm.max_tokens=None, but this run has 9"),
         ("policy.batching.tokens=8", " has 18 tokens, but policy.batching.tokens=8 is the most"),
@@ -324,23 +295,6 @@ def test_token_data_that_does_not_fit(tokens, override, message):
     config, folder = tokens(NO_VALIDATION)
     changed = load_config(config, [f"algorithm.token_data={folder}", override])
     assert message in refused(changed, (ConfigError, DataError))
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("seed=4", "was made with seed=3, but this run has 4: rows that this run holds out may be in it"),
-        ("environment.validation_fraction=0.5", "with environment.validation_fraction=0.05, but this run has 0.5"),
-        ("environment.max_validation_samples=3", "with environment.max_validation_samples=1024, but this run has 3"),
-        ("environment.max_samples=3", "with environment.max_samples=None, but this run has 3"),
-        ("environment.instruction=x", "with environment.instruction='', but this run has 'x'"),
-        ("environment.system_prompt=be", "with environment.system_prompt=None, but this run has 'be'"),
-    ],
-)
-def test_token_data_of_other_rows(tokens, override, message):
-    config, folder = tokens(NO_VALIDATION)
-    told = refused(load_config(config, [f"algorithm.token_data={folder}", override]), ConfigError)
-    assert f"algorithm.token_data={str(folder)!r} was made {message.removeprefix('was made ')}" in told
 
 
 def test_token_data_where_nothing_is_drawn_is_for_any_seed(run_config, tmp_path):
@@ -365,24 +319,6 @@ def test_token_data_of_unknown_rows_is_taken_on_trust(tokens, tmp_path):
     meta = json.loads((folder / "meta.json").read_text())
     (folder / "meta.json").write_text(json.dumps({**meta, "source": {}}))
     assert run(load_config(config, [f"algorithm.token_data={folder}", "seed=4"])).metrics["train/loss"] > 0
-
-
-def test_token_data_that_is_damaged(tokens):
-    config, folder = tokens(NO_VALIDATION)
-    (folder / "mask.bin").write_bytes(b"")
-    message = refused(load_config(config, [f"algorithm.token_data={folder}"]))
-    assert "mask.bin: is damaged: it has 0 bytes" in message
-
-
-def test_rows_of_token_data_are_those_of_the_samples(tokens, tiny_llama):
-    _, folder = tokens()
-    data, tokenizer = TokenData(folder), load_tokenizer(str(tiny_llama))
-    ids, lengths, masks = data.rows(range(len(data)))
-    rows = [(row[:length], mask[:length].bool()) for row, length, mask in zip(ids, lengths, masks, strict=True)]
-    texts = {tokenizer.decode(ids.tolist()) for ids, _ in rows}
-    assert len(texts) == len(data) == 19  # one of twenty is held out
-    assert texts < {f"hi {n}hello{n}+1?{n + 1}<eos>" for n in range(20)}
-    assert all(tokenizer.decode(ids[mask].tolist()).endswith("<eos>") for ids, mask in rows)
 
 
 @pytest.mark.thorough

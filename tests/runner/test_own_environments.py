@@ -82,11 +82,6 @@ def test_an_environment_by_its_import_path(run_config, folder: Path, group: str)
     assert run(config).metrics["train/reward"] >= 0.0
 
 
-def test_an_environment_without_keys_of_its_own(run_config) -> None:
-    config = run_config("grpo", *with_environment("Plain"), "algorithm.num_steps=1")
-    assert run(config).metrics["step"] == 1.0
-
-
 @pytest.mark.parametrize(
     ("name", "keys", "message"),
     [

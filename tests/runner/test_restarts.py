@@ -157,15 +157,6 @@ def test_an_interrupted_run_does_not_restart(run_config, tmp_path, plan, monkeyp
 
 
 @pytest.mark.thorough
-@pytest.mark.xdist_group("ray")
-@pytest.mark.usefixtures("ray_session")
-def test_on_ray_too(run_config, tmp_path, whole, plan):
-    run(run_config("sft", *options(tmp_path / "run", plan("1-4-kill")), "worker_group.name=ray"))
-    assert_same(whole, tmp_path / "run")
-    assert [told["from_step"] for told in rows_of(tmp_path / "run" / RESTARTS_FILE)] == [2]
-
-
-@pytest.mark.thorough
 @pytest.mark.timeout(600)
 @pytest.mark.xdist_group("ray")
 def test_a_machine_that_leaves_a_cluster_is_replaced_by_another(run_config, tmp_path, whole, plan):
@@ -234,11 +225,36 @@ def lost(last=3, checkpoint=0):
     return WorkerLost("gone"), last, checkpoint
 
 
-def test_the_backoff_doubles_up_to_its_maximum(tried):
-    starts, waits, end = tried([lost()] * 5 + [(None, 6, 0)], max_restarts=5, backoff=2.0, max_backoff=12.0)
-    assert waits == [2.0, 4.0, 8.0, 12.0, 12.0]
-    assert starts == [None] * 6
-    assert end.metrics["step"] == 6
+DONE = (None, 6, 0)
+TOO_FEW = (ConfigError("too few GPUs"), None, 0)
+"""A start that fails: after the loss of a node there may be too few GPUs for a while."""
+
+
+def slow(last):
+    return DeadlineExceeded("slow"), last, 0
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "section", "waited", "checkpoints"),
+    [
+        ([lost()] * 5 + [DONE], {"max_restarts": 5, "max_backoff": 6.0}, [1.0, 2.0, 4.0, 6.0, 6.0], [None] * 6),
+        ([lost(), lost(checkpoint=4), lost(), DONE], {}, [1.0, 1.0, 2.0], [None, None, "step-000004", "step-000004"]),
+        ([lost(), TOO_FEW, DONE], {}, [1.0, 2.0], [None] * 3),
+        ([slow(1), DONE], {}, [1.0], [None] * 2),
+        ([slow(0)], {}, [], [None]),
+    ],
+    ids=[
+        "the backoff doubles up to its maximum",
+        "a new checkpoint resets the count",
+        "a failed start of a restart is repeated",
+        "a deadline counts where a step was done in time before",
+        "and not in the first step",
+    ],
+)
+def test_attempts_and_waits(tried, outcomes, section, waited, checkpoints):
+    starts, waits, end = tried(outcomes, **({"max_restarts": 2, "backoff": 1.0} | section))
+    assert (starts, waits) == (checkpoints, waited)
+    assert isinstance(end, RunResult) == (outcomes[-1] is DONE)
 
 
 def test_restarts_in_a_row_are_limited(tried, caplog):
@@ -258,14 +274,6 @@ def test_without_restarts_a_lost_worker_shows_the_command_that_continues(tried, 
     assert (f"`rlframework train --resume {tmp_path / 'run'}` continues there" in caplog.text) == bool(checkpoint)
 
 
-def test_a_new_checkpoint_resets_the_count(tried):
-    outcomes = [lost(), lost(checkpoint=4), lost(), lost(), (None, 6, 0)]
-    starts, waits, end = tried(outcomes, max_restarts=2, backoff=1.0)
-    assert isinstance(end, WorkerLost)  # the fourth: two in a row from step 4 came to no more
-    assert starts == [None, None, "step-000004", "step-000004"]
-    assert waits == [1.0, 1.0, 2.0]
-
-
 @pytest.mark.parametrize(
     ("error", "last", "allowed"),
     [(ConfigError("a"), 3, 2), (NonFiniteGradients("b"), 3, 2), (WorkerError("c"), 3, 2), (ValueError("d"), 3, 2),
@@ -274,20 +282,6 @@ def test_a_new_checkpoint_resets_the_count(tried):
 def test_what_is_not_the_loss_of_a_worker_after_the_start_ends_the_run(tried, error, last, allowed):
     starts, waits, end = tried([(error, last, 0)], **({"max_restarts": allowed} if allowed else {}))
     assert (end, waits, len(starts)) == (error, [], 1)
-
-
-@pytest.mark.parametrize(("last", "goes_on"), [(0, False), (1, True)])
-def test_a_deadline_counts_where_a_step_was_done_in_time_before(tried, last, goes_on):
-    starts, _, _ = tried([(DeadlineExceeded("slow"), last, 0), (None, 6, 0)], max_restarts=2, backoff=1.0)
-    assert len(starts) == (2 if goes_on else 1)
-
-
-def test_a_failed_start_of_a_restart_is_repeated(tried):
-    """After the loss of a node there may be too few GPUs for a while."""
-    outcomes = [lost(), (ConfigError("too few GPUs"), None, 0), (None, 6, 0)]
-    _, waits, end = tried(outcomes, max_restarts=2, backoff=1.0)
-    assert end.metrics["step"] == 6
-    assert waits == [1.0, 2.0]
 
 
 def test_secrets_in_an_error_are_not_recorded(tried, tmp_path, caplog):

@@ -1,18 +1,22 @@
-"""Early stopping: when a run ends because a metric does not improve, and that a resumed run ends at the same step."""
+"""How runs end: early stopping, and signals whose exception is raised in a `__del__`, where Python drops it."""
 
 from __future__ import annotations
 
 import logging
 import math
+import signal
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from probe_runs import numbers_of
 
 from rlframework import run
-from rlframework.algorithms.checkpoints import checkpoints_in
-from rlframework.algorithms.ending import EarlyStopping
-from rlframework.algorithms.loop import StepLoop
+from rlframework.algorithms.checkpoints import Checkpoints
+from rlframework.algorithms.ending import EarlyStopping, ending_on_signals, raise_if_ended
+from rlframework.algorithms.loop import StepLoop, Timer
+from rlframework.base.errors import RunInterrupted, RunTerminated, WorkerLost
 from rlframework.config.sections import EarlyStoppingConfig
 from rlframework.runner.launch import resume
 
@@ -86,22 +90,6 @@ def test_a_misspelled_metric_is_told_at_the_first_validation_and_at_the_end(
     assert "compared nothing: no step of this run has measured 'validation/acuracy'" in caplog.text
 
 
-def test_the_checkpoint_of_the_best_step_is_kept(run_config: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """The metric falls with each step, so that the first one is the best; checkpoints of later steps would replace it.
-
-    The step that the end names is that of the best checkpoint.
-    """
-    keep = "checkpoints={every: 1, keep_last: 1, keep_best: 1}"
-    early = "algorithm.early_stopping={metric: train/lr, patience: 2}"
-    schedule = "policy.scheduler={name: linear, warmup_steps: 0}"
-    config = run_config("sft", "algorithm.num_steps=6", early, keep, schedule)
-    with caplog.at_level(logging.INFO):
-        run(config)
-    assert [path.name for path in checkpoints_in(config.output_dir)] == ["step-000001", "step-000003"]
-    assert "train/lr has not improved on 0.001, that of step 1," in caplog.text
-    assert f"best checkpoint: {config.output_dir / 'checkpoints' / 'step-000001'}, with train/lr" in caplog.text
-
-
 @pytest.mark.slow
 def test_a_resumed_run_ends_where_the_whole_one_does(run_config: Any, caplog: pytest.LogCaptureFixture) -> None:
     """The metric falls with each step, so that the second measurement after the first ends the run."""
@@ -119,3 +107,95 @@ def test_a_resumed_run_ends_where_the_whole_one_does(run_config: Any, caplog: py
     assert "algorithm.early_stopping ended this run at step 3 of 6" in ended
     assert ended.endswith(f"rlframework train --resume {config.output_dir} '~algorithm.early_stopping'")
     assert resume(config.output_dir, ["~algorithm.early_stopping"]).metrics["step"] == 6
+
+
+CODES = {signal.SIGTERM: 143, signal.SIGINT: 130}
+
+
+class Signalled:
+    """Gets a signal while it is deleted: its handler runs in `__del__`."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __del__(self) -> None:
+        signal.raise_signal(self.number)
+        raise AssertionError("the handler has not run here")
+
+
+@pytest.fixture
+def dropped(monkeypatch: pytest.MonkeyPatch) -> list[type[BaseException]]:
+    """The kinds of exceptions that Python has dropped."""
+    kinds: list[type[BaseException]] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda lost: kinds.append(lost.exc_type))
+    return kinds
+
+
+@pytest.mark.parametrize("number", CODES)
+def test_a_lost_signal_ends_the_run_at_the_next_phase(number: signal.Signals, dropped: list[Any]) -> None:
+    @ending_on_signals()
+    def phases(begins: bool) -> None:
+        if begins:
+            Signalled(number)
+        with Timer().phase("train"):
+            if not begins:
+                Signalled(number)
+            reached.append("phase")
+        reached.append("after it")
+
+    for begins in (True, False):
+        reached: list[str] = []
+        with pytest.raises(RunTerminated) as caught:
+            phases(begins)
+        assert caught.value.exit_code == CODES[number]
+        assert reached == ([] if begins else ["phase"])
+    assert dropped == [RunTerminated] * 2
+    raise_if_ended()  # the next run of this process is not ended
+
+
+@pytest.mark.parametrize("error", [None, WorkerLost("gone"), KeyboardInterrupt()])
+def test_a_signal_that_was_lost_counts_at_the_latest_at_the_end(error: BaseException | None, dropped: Any) -> None:
+    @ending_on_signals()
+    def end() -> None:
+        Signalled(signal.SIGTERM)
+        if error is not None:
+            raise error
+
+    before = [signal.getsignal(number) for number in CODES]
+    with pytest.raises(RunTerminated) as caught:
+        end()
+    assert (caught.value.exit_code, caught.value.__cause__, len(dropped)) == (143, error, 1)
+    assert [signal.getsignal(number) for number in CODES] == before
+
+
+def test_without_a_signal_errors_are_as_they_are() -> None:
+    for error in (WorkerLost("gone"), KeyboardInterrupt(), RunInterrupted(2, "resume", "checkpoint")):
+        with pytest.raises(type(error)) as caught, ending_on_signals():
+            raise error
+        assert caught.value is error
+
+
+def test_a_programs_own_handler_of_ctrl_c_is_kept() -> None:
+    def own(*_: object) -> None:
+        pass
+
+    before = signal.signal(signal.SIGINT, own)
+    try:
+        with ending_on_signals():
+            assert signal.getsignal(signal.SIGINT) is own
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_second_signal_ends_one_run_of_a_program_that_calls_the_algorithm_itself() -> None:
+    checkpoints: Any = SimpleNamespace(_trained={}, _config=SimpleNamespace(on_interrupt=True), _stop=None)
+
+    def training() -> None:
+        with Checkpoints.handling_signals(checkpoints):
+            for _ in range(2):
+                signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(RunTerminated):
+        training()
+    assert checkpoints._stop == signal.SIGINT
+    raise_if_ended()  # the next run of this process is not ended
