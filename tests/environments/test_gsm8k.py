@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from rlframework.base.errors import DataError
 from rlframework.config.environments import Gsm8kConfig
-from rlframework.environments.gsm8k import Gsm8kEnvironment, gold_answer
+from rlframework.environments.gsm8k import Gsm8kEnvironment
 from rlframework.environments.math_answers import same_answer
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -124,25 +124,6 @@ def test_format_reward() -> None:
     assert [o.metrics["format"] for o in outcomes] == [0.25, 0.25, 0.0, 0.0]
 
 
-def test_a_share_is_held_out_with_all_copies(tmp_path: Path) -> None:
-    """Forty rows of twenty questions, the copies in other spelling; a fifth is four questions."""
-    rows = [row(f"How much is {i}?", f"#### {i}") for i in range(20)]
-    rows += [row(f" how  MUCH is {i}?", f"#### {i}") for i in range(20)]
-    path = write(tmp_path / "rows.jsonl", rows)
-    environment = make(3, train_path=path, validation_fraction=0.2)
-    train = {s.answer for s in environment.samples("train")}
-    validation = {s.answer for s in environment.samples("validation")}
-    assert len(validation) == 4
-    assert len(train) == 16
-    assert not train & validation
-    assert len(environment.samples("train")) == 32
-    assert len(environment.samples("validation")) == 8
-    again = make(3, train_path=path, validation_fraction=0.2)
-    assert [s.id for s in again.samples("train")] == [s.id for s in environment.samples("train")]
-    other = make(4, train_path=path, validation_fraction=0.2)
-    assert {s.answer for s in other.samples("validation")} != validation
-
-
 def test_validation_questions_leave_train(tmp_path: Path) -> None:
     train = write(tmp_path / "train.jsonl", [row("One?"), row("two?"), row("Three?")])
     test = write(tmp_path / "test.jsonl", [row("TWO? ")])
@@ -200,21 +181,3 @@ def test_a_datasets_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     (broken / "train.jsonl").write_text("{]", encoding="utf-8")
     with pytest.raises(DataError, match=r"broken/train\.jsonl, line 1: not JSON"):
         make(dataset=str(broken), subset=None)
-
-
-@pytest.mark.parametrize(
-    ("text", "gold"),
-    [
-        ("a\n#### 1,234", "1234"),
-        ("#### -5 ", "-5"),
-        ("####42\n", "42"),
-        ("####", None),
-    ],
-)
-def test_gold_answer(text: str, gold: str | None) -> None:
-    assert gold_answer(text) == gold
-
-
-def test_a_fraction_of_0_holds_out_nothing(tmp_path: Path) -> None:
-    environment = make(train_path=write(tmp_path / "one.jsonl", [row("One?")]), validation_fraction=0.0)
-    assert (len(environment.samples("train")), len(environment.samples("validation"))) == (1, 0)

@@ -1,13 +1,12 @@
 """Several reward functions with weights. Sums are by hand."""
 
-import importlib
 import json
 import sys
 
 import pytest
 from pydantic import ValidationError
 
-from rlframework.base.errors import ConfigError, UserError
+from rlframework.base.errors import ConfigError
 from rlframework.config.environments import DatasetConfig
 from rlframework.environments.dataset import DatasetEnvironment
 
@@ -124,11 +123,6 @@ def test_without_an_accuracy_the_rewards_with_the_largest_weight_decide(environm
     assert [outcome.metrics["accuracy"] for outcome in outcomes] == accuracies
 
 
-def test_none_of_the_only_function_is_a_failure(environment):
-    with pytest.raises(UserError, match="it returned None for this answer, and there is no other reward"):
-        score(environment("two_rewards:only_right"), "x")
-
-
 @pytest.mark.parametrize(
     ("function", "ending"),
     [
@@ -182,17 +176,6 @@ def test_rows_without_a_value_that_a_function_asks_for_are_counted_once(
     assert "the first is rows.jsonl, line 3." in record.getMessage()
 
 
-def test_an_empty_cell_of_csv_is_no_value(environment, tmp_path, caplog):
-    (tmp_path / "rows.csv").write_text("prompt,level\na,1\nb,\nc,3\n")
-    (tmp_path / "held.csv").write_text("prompt,level\nd,\n")
-    made = environment({"one": {"function": "two_rewards:only_right"}}, path="rows.csv", validation_path="held.csv")
-    made.samples("train")
-    assert "1 of the 3 rows that were read of rows.csv" in caplog.text
-    assert "the first is rows.csv, line 3." in caplog.text
-    made.samples("validation")
-    assert "1 of the 1 rows that were read of held.csv" in caplog.text
-
-
 def test_the_key_of_a_function_that_cannot_be_used_is_named(environment):
     with pytest.raises(ConfigError, match=r"environment\.reward\.brief\.function: 'two_rewards:missing'"):
         environment(TWO | {"brief": {"function": "two_rewards:missing"}})
@@ -202,14 +185,6 @@ def test_the_key_of_a_function_that_cannot_be_used_is_named(environment):
 def test_wrong_sections(reward):
     with pytest.raises(ValidationError, match="reward"):
         DatasetConfig(path="x", reward=reward)
-
-
-def test_functions_become_import_paths(environment):
-    environment(TWO)
-    right = importlib.import_module("two_rewards").right
-    config = DatasetConfig(path="x", reward={"correct": {"function": right}})
-    assert config.reward_functions == {"environment.reward.correct.function": "two_rewards:right"}
-    assert config.reward["correct"].weight == 1.0
 
 
 def warnings_of_accuracy(environment, caplog, weight, *answers):
