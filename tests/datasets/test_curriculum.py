@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -76,16 +75,6 @@ def test_a_saved_curriculum_goes_on_alike() -> None:
                 prompts = curriculum(5, delay=2, skip_epochs=1)
                 prompts.load_state_dict(state)
     assert whole == parts
-
-
-def test_a_pool_that_is_dry_is_told_once_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
-    prompts = curriculum(3, skip_epochs=2)
-    for step in (1, 2, 3):
-        rows = passes(prompts, step, [3])[0]
-        assert rows == [0, 1, 2]
-        prompts.note(step, [(row, 1.0) for row in rows])
-    (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert "step 1: none of the 3 prompts is in the band of algorithm.curriculum" in warning.getMessage()
 
 
 def test_a_band_that_is_empty_is_told_where_steps_and_passes_do_not_align(caplog: pytest.LogCaptureFixture) -> None:

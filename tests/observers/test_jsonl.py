@@ -12,10 +12,20 @@ from rlframework.observers.jsonl import JsonlObserver, drop_steps_after, read_hi
 from rlframework.plugins.hookspec import RunInfo, SampleRecord
 
 
-def started(path, samples=4):
-    observer = JsonlObserver()
-    observer.rlframework_run_started(RunInfo(SimpleNamespace(observers=ObserversConfig(samples=samples)), path))
-    return observer
+@pytest.fixture
+def written(tmp_path):
+    """`written(step, metrics, samples, keep=4)`: lets an observer of the run at `tmp_path` write a step."""
+
+    def write(step, metrics, samples=(), keep=4):
+        observer = JsonlObserver()
+        config = SimpleNamespace(observers=ObserversConfig(samples=keep))
+        observer.rlframework_run_started(RunInfo(config, tmp_path / "new"))
+        observer.rlframework_step_finished(step, metrics, samples, ())
+        lines = (tmp_path / "new" / "metrics.jsonl").read_text().splitlines()  # before it is closed
+        observer.close()
+        return lines
+
+    return write
 
 
 def strict(line):
@@ -25,55 +35,32 @@ def strict(line):
     return json.loads(line, parse_constant=refuse)
 
 
-def test_a_line_is_on_disk_after_each_step(tmp_path):
-    observer = started(tmp_path / "new" / "run")
-    for number, loss in enumerate((0.5, 0.25), start=1):
-        observer.rlframework_step_finished(number, {"train/loss": loss}, [], ())
-        lines = (tmp_path / "new" / "run" / "metrics.jsonl").read_text().splitlines()
-        last = strict(lines[-1])
-        assert (len(lines), last["step"], last["train/loss"]) == (number, number, loss)
-    observer.close()
+def test_a_line_is_on_disk_after_each_step_and_unfinished_ones_go(written, tmp_path):
+    assert strict(written(1, {"train/loss": 0.5})[-1])["train/loss"] == 0.5
+    with (tmp_path / "new" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "x"')
+    assert [strict(line)["step"] for line in written(2, {"train/loss": 0.25})] == [1, 2]
 
 
-def test_non_finite_numbers_survive_a_round_trip_as_valid_json(tmp_path):
-    observer = started(tmp_path)
+def test_non_finite_numbers_survive_a_round_trip_as_valid_json(written, tmp_path):
     values = {"a": math.nan, "b": math.inf, "c": -math.inf, "d": 1.0}
-    observer.rlframework_step_finished(1, values, [SampleRecord("p", "c", math.nan, 1)], ())
-    observer.close()
-    line = strict((tmp_path / "metrics.jsonl").read_text())
-    assert [line[name] for name in "abcd"] == ["NaN", "Infinity", "-Infinity", 1.0]
-    assert strict((tmp_path / "samples.jsonl").read_text())["reward"] == "NaN"
-    [row] = read_history(tmp_path / "metrics.jsonl")
+    [line] = written(1, values, [SampleRecord("p", "c", math.nan, 1)])
+    assert [strict(line)[name] for name in "abcd"] == ["NaN", "Infinity", "-Infinity", 1.0]
+    assert strict((tmp_path / "new" / "samples.jsonl").read_text())["reward"] == "NaN"
+    [row] = read_history(tmp_path / "new" / "metrics.jsonl")
     assert math.isnan(row["a"])
     assert (row["b"], row["c"], row["d"]) == (math.inf, -math.inf, 1.0)
 
 
-def test_each_sample_is_one_object_with_unchanged_text(tmp_path):
-    observer = started(tmp_path)
-    text = 'one\ntwo "ü" \u2028 \ud83d'.encode("utf-8", "ignore").decode()
-    observer.rlframework_step_finished(3, {}, [SampleRecord("1+1=", text, 1.0, 3, "validation")], ())
-    observer.close()
-    file = (tmp_path / "samples.jsonl").read_text(encoding="utf-8")
+def test_each_sample_is_one_object_with_unchanged_text(written, tmp_path):
+    text = 'one\ntwo "ü" \u2028'
+    written(2, {}, [SampleRecord("p", "c", 0.0, 2)], keep=0)
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["metrics.jsonl", "timeline.jsonl"]
+    written(3, {}, [SampleRecord("1+1=", text, 1.0, 3, "validation")])
+    file = (tmp_path / "new" / "samples.jsonl").read_text(encoding="utf-8")
     assert file.count("\n") == 1
     expected = {"prompt": "1+1=", "completion": text, "reward": 1.0, "step": 3, "kind": "validation"}
-    assert strict(file) == {"run": tmp_path.name, **expected}
-
-
-def test_no_samples_file_if_samples_are_disabled(tmp_path):
-    observer = started(tmp_path, samples=0)
-    observer.rlframework_step_finished(1, {}, [SampleRecord("p", "c", 0.0, 1)], ())
-    observer.close()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "timeline.jsonl"]
-
-
-@pytest.mark.parametrize(("complete", "expected"), [('{"step": 1, "x": 1.0}\n', [(1, 1), (2, 5)]), ("", [(2, 5)])])
-def test_appends_after_the_last_complete_line(tmp_path, complete, expected):
-    file = tmp_path / "metrics.jsonl"
-    file.write_text(complete + '{"step": 2, "x"')
-    observer = started(tmp_path)
-    observer.rlframework_step_finished(2, {"x": 5.0}, [], ())
-    observer.close()
-    assert [(row["step"], row["x"]) for row in read_history(file)] == expected
+    assert strict(file) == {"run": "new", **expected}
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ def test_a_table_fits_its_width(install, width):
     assert "an engine" in acme
     assert ("lora, packing" in acme) == (width == 200)
     assert ("Capabilities are shown with --json" in text.getvalue()) == (width < 200)
-    assert ("policy_worker (policy.backend)" in [line.strip() for line in lines]) == (width < 200)
+    assert "policy_worker (policy.backend)" in [line.strip() for line in lines]
     assert width < 200 or any("sick" in line and "broken" in line and "no [bold] cure" in line for line in lines)
     assert any("processes " in line and "disabled" in line for line in lines)
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import published_templates
 import pytest
-from chat_formats import tokenizer
 
 from rlframework.base.errors import DataError
 from rlframework.datasets.chat.chat_format import ChatFormat
@@ -155,10 +154,3 @@ def test_a_response_template_of_the_tokenizer_comes_first() -> None:
     assert reply("no call") == {"role": "assistant", "content": "no call"}
     [cut] = reply("<|tool_call>call:add{a:")["tool_calls"]
     assert cut["function"] == {"name": "", "arguments": "<|tool_call>call:add{a:"}
-
-
-def test_without_a_template_calls_are_those_of_hermes() -> None:
-    model = deepcopy(tokenizer("chatml"))
-    model.chat_template = None
-    reply = ChatFormat(model).parse(model(HERMES)["input_ids"], TOOLS)
-    assert json.loads(reply["tool_calls"][0]["function"]["arguments"]) == ARGUMENTS

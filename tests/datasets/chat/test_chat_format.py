@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 from chat_formats import NAMES, SPACES, TOOLS, Turn, sampled, tokenizer, written
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from rlframework.datasets.chat.chat_format import ChatFormat
 from rlframework.interfaces.messages import Message
@@ -111,36 +109,6 @@ def test_a_text_that_is_cut_at_a_spelled_special_token_gets_no_space(name: str) 
     text = f"a{model.eos_token}b"
     asked = model.decode(ChatFormat(model).prompt([{"role": "user", "content": text}]))
     assert (text in asked) == (SPACES[name] != "always"), asked
-
-
-def spaced(template: str) -> Any:
-    """A tokenizer that puts a space before each text, as SentencePiece does, with one token per character."""
-    characters = [*"▁0123456789?+ab[]/INST\n", "<unk>"]
-    made = Tokenizer(models.BPE({token: number for number, token in enumerate(characters)}, [], unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
-    made.decoder = decoders.Metaspace(prepend_scheme="always", split=False)
-    made.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in ("<s>", "</s>")])
-    loaded: Any = PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>")
-    loaded.chat_template = template
-    return loaded
-
-
-LLAMA2 = (
-    "{% for m in messages %}{% if m.role == 'user' %}{{ '<s>[INST] ' + m.content + ' [/INST]' }}"
-    "{% else %}{{ ' ' + m.content + ' </s>' }}{% endif %}{% endfor %}"
-)
-
-
-def test_a_tokenizer_that_adds_spaces_makes_the_tokens_of_one_rendering() -> None:
-    model = spaced(LLAMA2)
-    assert model.tokenize("a") == ["▁", "a"]
-    chat = ChatFormat(model)
-    more: Message = {"role": "user", "content": "b?"}
-    whole = chat.prompt([ASK, {"role": "assistant", "content": "3"}, more])
-    end = whole.index(model.eos_token_id) + 1
-    history, reply = whole[:end], chat.parse(whole[len(chat.prompt([ASK])) : end])
-    assert str(reply["content"]).strip() == "3"
-    assert chat.extend(history, [ASK, reply], [more]) == whole
 
 
 R1 = (
@@ -244,12 +212,6 @@ def test_special_tokens_beside_a_call_are_no_text(name: str) -> None:
     reply = chat.parse(model(text.replace("12", "1<sampled>2"), add_special_tokens=False)["input_ids"], TOOLS)
     assert reply["content"] == "12"
     assert json.loads(reply["tool_calls"][0]["function"]["arguments"]) == {"a": 1}
-
-
-def test_a_token_that_starts_turns_does_not_end_them() -> None:
-    """The template writes contents backwards, so that its ends cannot be found with a known content."""
-    model = with_template(tokenizer("chatml").chat_template.replace(CONTENT, f"({CONTENT} | reverse)"))
-    assert model.convert_tokens_to_ids("<|im_start|>") not in ChatFormat(model)._closing_ids
 
 
 @pytest.mark.parametrize("name", NAMES)

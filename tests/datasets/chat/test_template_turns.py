@@ -145,21 +145,6 @@ def test_an_answer_that_has_its_reasoning_gets_no_other(template: str, answer: s
     assert made.decode(render_completion(made, Sample("s", talk("hi"), "", answer))) == answer + END
 
 
-@pytest.mark.parametrize(
-    ("name", "lead"),
-    [("qwen3", UNTHOUGHT), ("gpt_oss", "<|channel|>final<|message|>"), ("chatml", ""), ("llama3", ""), ("gemma", "")],
-)
-def test_what_published_templates_write_before_an_answer(name: str, lead: str) -> None:
-    """The row is the template's own rendering, up to the end of the turn."""
-    made, asked = chat_formats.tokenizer(name), talk("hi")
-    text = made.apply_chat_template([*asked, {"role": "assistant", "content": "two"}], tokenize=False)
-    whole = made.decode(render_conversation(made, talk("hi", "two"))[0])
-    assert text.startswith(whole)
-    assert not text.removeprefix(whole).strip()
-    prompt = made.decode(render_prompt(made, asked))
-    assert whole.removeprefix(prompt).partition("two")[0] == lead
-
-
 def test_steps_of_an_answer_follow_what_the_template_writes_before_it() -> None:
     made = tokenizer(QWEN3)
     ids, ends = render_steps(made, Sample("s", talk("hi"), "", ""), ["a:", "b:"])
@@ -249,14 +234,6 @@ def test_calls_need_a_chat_template() -> None:
         render_conversation(tokenizer(""), HALVED)
 
 
-def test_reasoning_that_a_template_drops_from_earlier_turns() -> None:
-    """The prompt of the second turn has no thoughts any more, so not all turns can be trained in one row."""
-    made = tokenizer(CALLS.replace("if m.reasoning_content", "if m.reasoning_content and loop.last"))
-    turns = [*HALVED, {"role": "user", "content": "and"}, {"role": "assistant", "content": "so"}]
-    with pytest.raises(DataError, match="rewrites turn 4, of the assistant, when later turns follow"):
-        render_conversation(made, turns, "assistant")
-
-
 @pytest.mark.parametrize(
     ("template", "warned"), [(CHATML, False), (LLAMA2, False), ("", False), (CHATML.replace("<|im_end|>", "##"), True)]
 )
@@ -302,6 +279,7 @@ NO_USER = "{% if messages[0].role != 'system' %}{{ raise_exception('no system me
         CHATML.replace("m.content", "(m.content | reverse)"),
         "{{ messages[0].content }}",
         "{{ raise_exception('no conversation is accepted') }}",
+        *(chat_formats.tokenizer(name).chat_template for name in chat_formats.TEMPLATES),
     ],
 )
 def test_a_template_that_writes_the_text_of_a_user_message_or_rejects_it(template: str) -> None:
@@ -320,11 +298,6 @@ def test_a_template_that_writes_the_text_of_a_user_message_or_rejects_it(templat
 def test_a_template_that_drops_the_text_of_a_user_message(template: str) -> None:
     with pytest.raises(DataError, match=r"does not write the text of a user message.*`role` and `content`"):
         require_contents(tokenizer(template))
-
-
-@pytest.mark.parametrize("name", chat_formats.TEMPLATES)
-def test_published_templates_write_the_text_of_a_user_message(name: str) -> None:
-    require_contents(chat_formats.tokenizer(name))
 
 
 @pytest.mark.parametrize(("template", "start"), [(DOTTED, "user:"), (NAMED, "Is the content of text unsafe: ")])
