@@ -195,16 +195,11 @@ FORMATS: dict[Parser, Any] = {
     parse_hermes: HERMES, parse_qwen_coder: QWEN_CODER, parse_llama: LLAMA, parse_glm: GLM, parse_mistral: MISTRAL,
     parse_deepseek: DEEPSEEK, parse_harmony: HARMONY,
 }  # fmt: skip
-CASES = [
-    pytest.param(parse, *case, id=f"{parse.__name__} {case[0]:.40}")
-    for parse, cases in FORMATS.items()
-    for case in cases
-]
+CASES = [(parse, *case) for parse, cases in FORMATS.items() for case in cases]
+NAMES = [f"{case[0].__name__} {case[1]:.40}" for case in CASES]
 
 
-@pytest.mark.parametrize(
-    ("parse", "text", "expected"), CASES, ids=[f"{case[0].__name__} {case[1]:.40}" for case in CASES]
-)
+@pytest.mark.parametrize(("parse", "text", "expected"), CASES, ids=NAMES)
 def test_a_turn_is_content_reasoning_and_calls(parse: Parser, text: str, expected: ParsedTurn) -> None:
     assert parse(text, TOOLS) == expected
 

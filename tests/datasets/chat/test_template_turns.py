@@ -145,6 +145,21 @@ def test_an_answer_that_has_its_reasoning_gets_no_other(template: str, answer: s
     assert made.decode(render_completion(made, Sample("s", talk("hi"), "", answer))) == answer + END
 
 
+@pytest.mark.parametrize(
+    ("name", "lead"),
+    [("qwen3", UNTHOUGHT), ("gpt_oss", "<|channel|>final<|message|>"), ("chatml", ""), ("llama3", ""), ("gemma", "")],
+)
+def test_what_published_templates_write_before_an_answer(name: str, lead: str) -> None:
+    """The row is the template's own rendering, up to the end of the turn."""
+    made, asked = chat_formats.tokenizer(name), talk("hi")
+    text = made.apply_chat_template([*asked, {"role": "assistant", "content": "two"}], tokenize=False)
+    whole = made.decode(render_conversation(made, talk("hi", "two"))[0])
+    assert text.startswith(whole)
+    assert not text.removeprefix(whole).strip()
+    prompt = made.decode(render_prompt(made, asked))
+    assert whole.removeprefix(prompt).partition("two")[0] == lead
+
+
 def test_steps_of_an_answer_follow_what_the_template_writes_before_it() -> None:
     made = tokenizer(QWEN3)
     ids, ends = render_steps(made, Sample("s", talk("hi"), "", ""), ["a:", "b:"])
