@@ -222,13 +222,6 @@ def test_placeholders_in_texts_and_images_that_are_cut_off_are_errors(tokenizer,
         render_prompt(tokenizer, sample(A).messages)
 
 
-def test_a_template_that_skips_texts_gets_parts(tokenizer, images, monkeypatch):
-    """LLaVA's writes parts alone: a content that is text would vanish."""
-    written = "{% for p in messages[0]['content'] if p['type'] == 'text' %}{{ p['text'] }}{% endfor %}"
-    monkeypatch.setattr(tokenizer, "chat_template", written)
-    assert tokenizer.decode(render_prompt(tokenizer, [{"role": "user", "content": "a b"}])) == "a b"
-
-
 # -- the data set ------------------------------------------------------------------------------------------------------
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import tracemalloc
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -13,28 +12,6 @@ from hypothesis import strategies as st
 
 from rlframework.base.errors import DataError
 from rlframework.datasets.loader import PromptLoader, Source, shuffled
-from rlframework.interfaces.environment import Sample
-
-
-def samples(count: int) -> list[Sample]:
-    return [Sample(str(index), (), "") for index in range(count)]
-
-
-def take(loader: PromptLoader, batches: int) -> list[list[str]]:
-    return [[sample.id for sample in next(loader)] for _ in range(batches)]
-
-
-@pytest.mark.slow
-@given(st.integers(1, 12), st.integers(1, 30), st.integers(1, 12), st.integers(0, 9))
-def test_every_epoch_has_every_sample_once(count: int, batch_size: int, batches: int, seed: int) -> None:
-    loader = PromptLoader(samples(count), batch_size, seed)
-    taken = take(loader, batches)
-    assert all(len(batch) == batch_size for batch in taken)
-    stream = [identity for batch in taken for identity in batch]
-    for start in range(0, len(stream) - count + 1, count):
-        assert Counter(stream[start : start + count]) == Counter(str(index) for index in range(count))
-    assert loader.epoch == (len(stream) - 1) // count
-
 
 MIXTURE = (Source("a", 0.5, 6), Source("b", 0.3, 2), Source("c", 0.2, 3))
 PARTS = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 4)), max_size=6)

@@ -285,16 +285,6 @@ def test_a_file_that_changed_gives_no_stale_rows(tmp_path: Path) -> None:
         assert open_rows(tmp_path / name)[0] == {"x": 2}
 
 
-def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "tmp").mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
-    parquet(tmp_path / "own" / "train.parquet", ROWS)
-    rows = open_rows(tmp_path / "own")
-    assert len(rows) == 7
-    assert list((tmp_path / "tmp").iterdir()) == []  # not even while it is open
-    assert [path.name for path in (tmp_path / "own").iterdir()] == ["train.parquet"]
-
-
 def test_no_space_to_unpack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Full:
         def __enter__(self):

@@ -9,7 +9,7 @@ from copy import deepcopy
 from typing import Any
 
 import pytest
-from chat_formats import NAMES, SPACES, TOOLS, Turn, sampled, tokenizer, written
+from chat_formats import NAMES, TOOLS, Turn, sampled, tokenizer, written
 
 from rlframework.datasets.chat.chat_format import ChatFormat
 from rlframework.interfaces.messages import Message
@@ -102,15 +102,6 @@ def test_a_call_with_reasoning_and_a_preamble_does_not_stop_the_episode() -> Non
     assert model.decode(extended[len(history) :]) == tail
 
 
-@pytest.mark.parametrize("name", sorted(SPACES))
-def test_a_text_that_is_cut_at_a_spelled_special_token_gets_no_space(name: str) -> None:
-    """Of a tokenizer that puts one before the first text alone, as of one that puts none."""
-    model = tokenizer(name)
-    text = f"a{model.eos_token}b"
-    asked = model.decode(ChatFormat(model).prompt([{"role": "user", "content": text}]))
-    assert (text in asked) == (SPACES[name] != "always"), asked
-
-
 R1 = (
     "{% for m in messages %}{% if m.role == 'user' %}{{ '<|im_start|>U' + m.content }}"
     "{% else %}{{ '<|im_start|>A' + m.content.split('</think>')[-1] + '<|im_end|>' }}{% endif %}{% endfor %}"
@@ -142,15 +133,6 @@ def test_a_prompt_that_opens_reasoning_which_history_keeps_is_extended() -> None
     cut, unfinished = reply_to(chat, model, "why and why")
     assert unfinished == {"role": "assistant", "content": "", "reasoning_content": "why and why"}
     assert model.decode(cut).endswith("<think>\nwhy and why")
-
-
-def test_reasoning_without_a_name_in_the_template_is_content() -> None:
-    chat = ChatFormat(tokenizer("smollm2"))
-    for text in ("<think>a</think><tool_call>", "<think>a"):
-        ids = tokenizer("smollm2")(text)["input_ids"]
-        found = chat.parse(ids, TOOLS)
-        assert found["content"] == text.removesuffix("<tool_call>")
-        assert len(found.get("tool_calls", ())) == text.count("<tool_call>")
 
 
 def test_history_that_changes_at_its_start_is_not_extended() -> None:
@@ -203,24 +185,6 @@ def test_special_tokens_that_were_sampled_are_no_text(name: str) -> None:
     model = with_special(name)
     ids = model("<sampled>12<sampled>", add_special_tokens=False)["input_ids"]
     assert ChatFormat(model).parse(ids)["content"] == model.decode(ids, skip_special_tokens=True)
-
-
-@pytest.mark.parametrize("name", ["chatml", "deepseek", "deepseek_v31"])
-def test_special_tokens_beside_a_call_are_no_text(name: str) -> None:
-    model = with_special(name)
-    chat, text = ChatFormat(model), "".join(written(name, Turn("12", None, {"a": 1})))
-    reply = chat.parse(model(text.replace("12", "1<sampled>2"), add_special_tokens=False)["input_ids"], TOOLS)
-    assert reply["content"] == "12"
-    assert json.loads(reply["tool_calls"][0]["function"]["arguments"]) == {"a": 1}
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_without_tools_a_call_is_text(name: str) -> None:
-    model = tokenizer(name)
-    text, end = written(name, Turn("", None, {"a": 7305}))
-    reply = ChatFormat(model).parse(model(text + end, add_special_tokens=False)["input_ids"], [])
-    assert "tool_calls" not in reply
-    assert '{"a": 7305}' in reply["content"]
 
 
 def test_without_tools_reasoning_is_apart_and_what_follows_is_text() -> None:

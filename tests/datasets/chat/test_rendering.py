@@ -128,13 +128,6 @@ def test_a_template_that_writes_earlier_turns_anew_is_refused_for_all_turns(temp
     assert trained(tokenizer, alone).startswith("<think>hm</think>hello<e")
 
 
-def test_a_turn_that_is_dropped_but_looks_like_what_follows_it() -> None:
-    """The answer `<` is left out, and the text goes on with `<end>`."""
-    leaves_out = CHATML.replace("m.content", "('' if m.content == '<' and not loop.last else m.content)")
-    with pytest.raises(DataError, match="rewrites turn 2, of the assistant"):
-        render_conversation(bpe(leaves_out), turns("hi", "<", "2+2?", "4"), "assistant")
-
-
 def test_turns_without_an_end_are_trained_on_without_one() -> None:
     """Only the last is ended, by the tokenizer's end token; what the user says is no end, even if it looks like one."""
     tokenizer = bpe(WITHOUT_END)
@@ -179,13 +172,6 @@ def test_nothing_to_train_on() -> None:
             render_conversation(bpe(CHATML), messages)
     with pytest.raises(DataError, match="needs at least one message"):
         render_prompt(bpe(CHATML), [])
-
-
-def test_a_greeting_is_not_trained_on() -> None:
-    greeting: Message = {"role": "assistant", "content": "welcome"}
-    rendered = render_conversation(bpe(CHATML), [greeting, *TALK[1:]], "assistant")
-    assert trained(BPE, rendered) == "hello<end>4<end>"
-    assert BPE.decode(rendered[0]).startswith("<start>assistant\nwelcome<end>\n<start>user\nhi")
 
 
 def test_samples_together_are_as_one_by_one() -> None:

@@ -19,7 +19,6 @@ from rlframework.datasets.chat.reply_parser import (
     parse_mistral,
     parse_qwen_coder,
     parser_for,
-    split_reasoning,
 )
 from rlframework.datasets.chat.tool_calls import ParsedCall, ParsedTurn
 
@@ -264,20 +263,6 @@ def test_values_that_are_nested_deeply_are_parsed_or_malformed(parse: Parser) ->
             f"<|tool_call_start|>[add(tags={value})]",
         ):
             parse(text, [SEARCH])
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("<think>a</think>b", ("a", "b")),
-        ("\n<think>\na\n</think>\n\nb\n", ("a", "b\n")),
-        ("a</think>b</think>c", ("a", "b</think>c")),
-        ("<think></think>b", ("", "b")),
-        ("b <think>a", (None, "b <think>a")),
-    ],
-)
-def test_reasoning_is_before_the_content(text: str, expected: tuple[str | None, str]) -> None:
-    assert split_reasoning(text) == expected
 
 
 @pytest.mark.parametrize(

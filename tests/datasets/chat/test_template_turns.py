@@ -168,14 +168,6 @@ def test_steps_of_an_answer_follow_what_the_template_writes_before_it() -> None:
     assert [made.decode(ids[:end]).removeprefix(prompt) for end in ends] == [UNTHOUGHT + "a:", UNTHOUGHT + "a:b:"]
 
 
-def test_space_before_an_answer_that_has_space_itself() -> None:
-    """The template's output with a single space: a template that trims does not leave two."""
-    expected = {LLAMA2: "  two \n <eos>", MISTRAL: " two<eos>", VICUNA: "  two \n<eos>"}
-    for template, text in expected.items():
-        made = tokenizer(template)
-        assert made.decode(render_completion(made, Sample("s", talk("hi"), "", " two \n"))) == text
-
-
 def test_a_tokenizer_that_puts_a_space_before_each_text_puts_no_second_one() -> None:
     """As Llama 2's own: in the whole conversation there is one token for a space and `two`."""
     pieces = ["▁", "▁two", "▁ok", "two", *"tworkINSTouse[]/"]
@@ -313,9 +305,3 @@ def test_a_template_that_writes_the_text_of_a_user_message_or_rejects_it(templat
 def test_a_template_that_drops_the_text_of_a_user_message(template: str) -> None:
     with pytest.raises(DataError, match=r"does not write the text of a user message.*`role` and `content`"):
         require_contents(tokenizer(template))
-
-
-@pytest.mark.parametrize(("template", "start"), [(DOTTED, "user:"), (NAMED, "Is the content of text unsafe: ")])
-def test_a_template_that_reads_the_type_of_parts_is_given_parts(template: str, start: str) -> None:
-    made = tokenizer(template)
-    assert made.decode(render_prompt(made, talk("hi"))) == start + "hi"
