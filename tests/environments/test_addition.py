@@ -63,17 +63,6 @@ def test_the_seed_decides_in_every_process() -> None:
     assert here != [s.id for s in make(5, train_samples=5, validation_samples=3).samples("validation")]
 
 
-@pytest.mark.slow
-def test_prompt_template_and_system_prompt() -> None:
-    environment = make(terms=3, prompt="What is {a} plus {b} plus {c}?", system_prompt="You add.")
-    sample = environment.samples("train")[0]
-    a, b, c = sample.metadata["terms"]
-    assert sample.messages == (
-        {"role": "system", "content": "You add."},
-        {"role": "user", "content": f"What is {a} plus {b} plus {c}?"},
-    )
-
-
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -111,8 +100,11 @@ def test_reading_answers(text: str, how: str, answer: str | None) -> None:
 
 
 def test_step_scores_the_last_turn_of_each() -> None:
-    environment = make(answer="last_integer")
+    environment = make(answer="last_integer", terms=3, prompt="What is {a} plus {b} plus {c}?", system_prompt="Add.")
     samples = environment.samples("train")[:3]
+    a, b, c = samples[0].metadata["terms"]
+    asked = ({"role": "system", "content": "Add."}, {"role": "user", "content": f"What is {a} plus {b} plus {c}?"})
+    assert (samples[0].messages, samples[0].answer) == (asked, str(a + b + c))
     texts = [f"it is {samples[0].answer}", f"{int(samples[1].answer) + 1}", ""]
     turns = [[*s.messages, {"role": "assistant", "content": t}] for s, t in zip(samples, texts, strict=True)]
     outcomes = environment.step(samples, turns)  # type: ignore[arg-type]

@@ -14,7 +14,6 @@ from rlframework.base.errors import DataError
 from rlframework.config.environments import DatasetConfig, Gsm8kConfig
 from rlframework.datasets.loader import PromptLoader
 from rlframework.datasets.sources.memory import given_rows
-from rlframework.datasets.sources.rows import JsonlRows
 from rlframework.environments import dataset
 from rlframework.environments.dataset import DatasetEnvironment
 from rlframework.environments.gsm8k import Gsm8kEnvironment
@@ -197,27 +196,6 @@ def test_of_many_rows_some_are_looked_at(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(beside.samples("train")) == 9
     with pytest.raises(DataError, match="line 9: no conversation"):
         make(write(tmp_path / "c.jsonl", *sums(8), {"a": "b"}))
-
-
-@pytest.mark.slow
-def test_hundreds_of_thousands_of_rows_are_not_read_to_begin_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, count = tmp_path / "a.jsonl", 200_000
-    with path.open("w", encoding="utf-8") as file:
-        file.writelines(f'{{"question": "{n}+1?", "answer": {n + 1}}}\n' for n in range(count))
-    read, reads = JsonlRows.__getitem__, []
-
-    def counted(self: JsonlRows, index: int) -> Any:
-        reads.append(index)
-        return read(self, index)
-
-    monkeypatch.setattr(JsonlRows, "__getitem__", counted)
-    train = make(path, check="math").samples("train")
-    assert len(reads) == dataset.PROBED
-    assert len(train) == count - 1024
-    assert len({train[number].answer for number in (0, 10, -1)}) == 3
-    assert len(train.sizes()) == len(train)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

@@ -7,16 +7,14 @@ import threading
 from dataclasses import dataclass
 from typing import Literal
 
-import jsonschema
 import pytest
 from episode_play import calls, play, says, texts
-from pydantic import TypeAdapter
 
 from rlframework.base.errors import ConfigError, RLFrameworkError, UserError
 from rlframework.config.environments import ToolsConfig
 from rlframework.environments import threads
 from rlframework.environments.tool_environment import ToolEnvironment
-from rlframework.environments.tools import Toolbox, call, tools_of
+from rlframework.environments.tools import call, tools_of
 
 CLASS = '''
 import time
@@ -306,19 +304,6 @@ def test_a_class_that_cannot_be_described(method, problem):
 def test_a_wrong_configuration(make, keys, problem):
     with pytest.raises(ConfigError, match=problem):
         make(**keys)
-
-
-def test_schemas_accept_what_calls_accept():
-    """The JSON schema and the validation agree, by a validator that is not ours."""
-    schema = tools_of(Typed())[0]["function"]["parameters"]
-    jsonschema.Draft202012Validator.check_schema(schema)
-    good = {"schema": [{"x": 3}], "json": "a", "model": {"k": 1.5}}
-    jsonschema.validate(good, schema)
-    for wrong in ({**good, "json": "c"}, {**good, "other": 1}, {"json": "a"}, {**good, "schema": [{"x": "3"}]}):
-        with pytest.raises(jsonschema.ValidationError):
-            jsonschema.validate(wrong, schema)
-        assert one_call(Typed(), "copy", wrong)["content"].startswith("error: wrong arguments")
-    assert isinstance(Toolbox(Typed)._tools["copy"].arguments, TypeAdapter)
 
 
 def test_a_call_that_hangs_is_left_behind_and_exits_are_errors():

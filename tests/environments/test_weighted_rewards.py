@@ -187,28 +187,16 @@ def test_wrong_sections(reward):
         DatasetConfig(path="x", reward=reward)
 
 
-def warnings_of_accuracy(environment, caplog, weight, *answers):
+@pytest.mark.parametrize(("weight", "kept"), [(1.0, "right"), (0.5, "right"), (1.0, "wrong")])
+def test_a_penalty_that_keeps_accuracy_at_0_is_named_once(environment, caplog, weight, kept):
+    """Not one that does not decide, and not where nothing was right."""
     penalty = {"function": "two_rewards:short", "weight": weight}
     made = environment({"correct": {"function": "two_rewards:is_right"}, "brief": penalty}, reward_timeout=None)
-    caplog.clear()
-    outcomes = score(made, *answers)
-    score(made, *answers)
-    return outcomes, [r.getMessage() for r in caplog.records if "accuracy" in r.getMessage()]
-
-
-def test_a_penalty_that_keeps_accuracy_at_0_is_named_once(environment, caplog):
-    right = environment({"correct": {"function": "two_rewards:is_right"}}).samples("train")[0].answer
-    outcomes, warnings = warnings_of_accuracy(environment, caplog, 1.0, *[right] * 15, "")
-    assert {outcome.metrics["accuracy"] for outcome in outcomes} == {0.0}
-    assert len(warnings) == 1
-    assert "environment.reward.brief was at most 0 in 16 answers" in warnings[0]
-    assert "set environment.reward.brief.weight lower" in warnings[0]
-    assert "shares the largest weight with correct" in warnings[0]
-
-
-def test_no_warning_of_accuracy_where_the_penalty_does_not_decide_or_nothing_was_right(environment, caplog):
-    right = environment({"correct": {"function": "two_rewards:is_right"}}).samples("train")[0].answer
-    outcomes, warnings = warnings_of_accuracy(environment, caplog, 0.5, *[right] * 15, "")
-    assert [outcome.metrics["accuracy"] for outcome in outcomes] == [1.0] * 15 + [0.0]
-    assert not warnings
-    assert not warnings_of_accuracy(environment, caplog, 1.0, *["wrong"] * 16)[1]
+    answers = [made.samples("train")[0].answer if kept == "right" else kept] * 15
+    outcomes = score(made, *answers, "")
+    score(made, *answers, "")
+    assert [outcome.metrics["accuracy"] for outcome in outcomes] == [float(weight == 0.5)] * 15 + [0.0]
+    warnings = [record.getMessage() for record in caplog.records if "accuracy" in record.getMessage()]
+    assert len(warnings) == (weight == 1.0 and kept == "right")
+    for told in ("brief was at most 0 in 16 answers", "set environment.reward.brief.weight lower", "with correct"):
+        assert all(told in warning for warning in warnings)
