@@ -198,13 +198,6 @@ def test_a_terminal_gets_a_display_and_its_cursor_is_restored(begin, clock, monk
     assert ending.endswith("grpo finished after 1 step in 2s  reward 0.250\n") == finishes
 
 
-def test_a_dumb_terminal_gets_plain_lines(begin, monkeypatch):
-    monkeypatch.setenv("TERM", "dumb")
-    observer = begin(Terminal())
-    observer.rlframework_step_finished(1, {"train/loss": 1.0})
-    assert observer._stream.getvalue().endswith("\nstep 1/60  loss 1  0 s/step, remaining 0s\n")
-
-
 def test_the_pace_is_that_of_the_last_twenty_steps_without_the_time_before_the_first():
     pace = Pace(total=100, now=0.0)
     pace.mark(0, 500.0)

@@ -232,7 +232,7 @@ def test_observers_that_cannot_be_used_are_named_before_the_run(plugins, keys, e
         (Asks(lazily), "rlframework_observer_problems of Asks 1.0 failed: LookupError: oh. "),
         (
             Asks(lambda: "no disk"),
-            "rlframework_observer_problems of Asks 1.0 failed: TypeError: it returned the text 'no disk'; it must return",
+            "rlframework_observer_problems of Asks 1.0 failed: TypeError: it returned the text 'no disk'; it must",
         ),
     ],
 )

@@ -135,18 +135,6 @@ def test_a_prompt_that_opens_reasoning_which_history_keeps_is_extended() -> None
     assert model.decode(cut).endswith("<think>\nwhy and why")
 
 
-def test_history_that_changes_at_its_start_is_not_extended() -> None:
-    """The number of messages before them, as long as before: the turn itself stays where it was."""
-    plain = "{% for m in messages %}{{ '<|im_start|>' + m.content + '<|im_end|>' }}{% endfor %}"
-    for template, kept in ((plain, True), ("{{ messages | length }}" + plain, False)):
-        model = with_template(template)
-        chat = ChatFormat(model)
-        history = chat.prompt([ASK])
-        ids = model("<|im_start|>3<|im_end|>")["input_ids"]
-        reply: Message = {"role": "assistant", "content": "3"}
-        assert (chat.extend([*history, *ids], [ASK, reply], [ASK]) is not None) == kept
-
-
 def test_a_turn_that_the_template_changes_is_not_extended() -> None:
     plain = tokenizer("chatml").chat_template
     assert CONTENT in plain
@@ -200,18 +188,15 @@ def test_without_tools_reasoning_is_apart_and_what_follows_is_text() -> None:
         assert (reply.get("reasoning_content"), reply["content"]) == (reasoning, content)
 
 
-def test_ids_of_calls_are_unique_in_1000_conversations_that_repeat_their_turns() -> None:
+def test_ids_of_calls_are_unique_where_turns_repeat() -> None:
     """The same tokens in each of four turns, twice the same call in each."""
     model = tokenizer("qwen3")
     chat, call = ChatFormat(model), written("qwen3", Turn("", None, {"a": 1}))[0]
-    for episode in range(1000):
-        ids = model(call.replace("1", str(episode)) * 2, add_special_tokens=False)["input_ids"]
-        found = [
-            made["id"] for turn in range(4) for made in chat.parse(ids, TOOLS, position=2 * turn + 1)["tool_calls"]
-        ]
-        assert len(set(found)) == 8
-        assert all(re.fullmatch("[0-9a-f]{9}", each) for each in found)
-    assert chat.parse(ids, TOOLS, position=1) == chat.parse(ids, TOOLS, position=1)
+    ids = model(call * 2, add_special_tokens=False)["input_ids"]
+    turns = [chat.parse(ids, TOOLS, position=2 * turn + 1) for turn in range(4)]
+    assert len({call["id"] for turn in turns for call in turn["tool_calls"]}) == 8
+    assert all(re.fullmatch("[0-9a-f]{9}", call["id"]) for turn in turns for call in turn["tool_calls"])
+    assert chat.parse(ids, TOOLS, position=1) == turns[0]
 
 
 def test_halves_of_characters_in_a_call_are_replaced() -> None:
