@@ -50,36 +50,47 @@ def test_each_value_with_an_unknown_function_is_listed() -> None:
     assert "s${" not in lines[2]
 
 
-def test_defaults_come_first_in_order_and_the_file_itself_wins(tmp_path: Path) -> None:
-    write(
-        tmp_path,
-        {
-            "one.yaml": "a: 1\nb: 1\nc: 1\nd: {x: 1, y: 1}\nl: [1, 2]\n",
-            "sub/two.yaml": "b: 2\nc: 2\nd: {y: 2}\nl: [3]\n",
-            "top.yaml": "defaults: [one.yaml, sub/two.yaml]\nc: 3\n",
-        },
-    )
+@pytest.mark.parametrize(
+    ("files", "values", "origins"),
+    [
+        (
+            {
+                "one.yaml": "a: 1\nb: 1\nc: 1\nd: {x: 1, y: 1}\nl: [1, 2]\n",
+                "sub/two.yaml": "b: 2\nc: 2\nd: {y: 2}\nl: [3]\n",
+                "top.yaml": "defaults: [one.yaml, sub/two.yaml]\nc: 3\n",
+            },
+            {"a": 1, "b": 2, "c": 3, "d": {"x": 1, "y": 2}, "l": [3]},
+            {"a": "one.yaml:1", "d.y": "sub/two.yaml:3", "c": "top.yaml:2", "nothing": ""},
+        ),
+        (
+            {
+                "one.yaml": "a: 1\nb: {x: 1, y: {z: 1}}\nc: {d: 1}\ne: ${a}\n",
+                "two.yaml": "defaults: one.yaml\n~e:\nb:\n  ~x:\n  y: {w: 2}\n~c:\nc: {f: 2}\n",
+                "top.yaml": "defaults: two.yaml\nb: {y: {~z: null}}\n~a: ~\n",
+            },
+            {"b": {"y": {"w": 2}}, "c": {"f": 2}},
+            {"c": "two.yaml:7", "a": ""},
+        ),
+        (
+            {
+                "base.yaml": "a: base\n",
+                "sub/base.yaml": "a: sub\n",
+                "sub/l.yaml": "defaults: base.yaml\nl: 1\n",
+                "sub/r.yaml": "defaults: base.yaml\nr: 1\n",
+                "top.yaml": "defaults: [sub/l.yaml, sub/r.yaml]\n",
+            },
+            {"a": "sub", "l": 1, "r": 1},
+            {"a": "sub/base.yaml:1"},
+        ),
+    ],
+    ids=["the file itself comes last", "removed keys", "one file on two ways"],
+)
+def test_a_file_inherits_others(tmp_path: Path, files: dict[str, str], values: object, origins: dict[str, str]) -> None:
+    write(tmp_path, files)
     tree = compose(tmp_path / "top.yaml")
-    assert tree.values == {"a": 1, "b": 2, "c": 3, "d": {"x": 1, "y": 2}, "l": [3]}
-    assert tree.origin(("a",)) == f"{tmp_path}/one.yaml:1"
-    assert tree.origin(("d", "y")) == f"{tmp_path}/sub/two.yaml:3"
-    assert tree.origin(("c",)) == f"{tmp_path}/top.yaml:2"
-    assert tree.origin(("nothing",)) == ""
-
-
-def test_a_file_removes_keys_that_it_inherits(tmp_path: Path) -> None:
-    write(
-        tmp_path,
-        {
-            "one.yaml": "a: 1\nb: {x: 1, y: {z: 1}}\nc: {d: 1}\ne: ${a}\n",
-            "two.yaml": "defaults: one.yaml\n~e:\nb:\n  ~x:\n  y: {w: 2}\n~c:\nc: {f: 2}\n",
-            "top.yaml": "defaults: two.yaml\nb: {y: {~z: null}}\n~a: ~\n",
-        },
-    )
-    tree = compose(tmp_path / "top.yaml")
-    assert tree.values == {"b": {"y": {"w": 2}}, "c": {"f": 2}}
-    assert tree.origin(("c",)) == f"{tmp_path}/two.yaml:7"
-    assert tree.origin(("a",)) == ""
+    assert tree.values == values
+    for key, origin in origins.items():
+        assert tree.origin(tuple(key.split("."))) == (f"{tmp_path}/{origin}" if origin else "")
 
 
 @pytest.mark.parametrize(
@@ -132,24 +143,12 @@ def test_files_that_cannot_be_composed_are_named(tmp_path: Path, files: dict[str
     assert message.replace("{0}", str(tmp_path)) in refused(tmp_path / "a.yaml")
 
 
-def test_overrides_are_yaml_values_and_the_last_one_wins() -> None:
-    tree = compose(
-        {"a": {"b": 1, "c": 2}},
-        ["a.b=1e-3", "a.d=[1, x]", "a.e=null", "f.g.h=true", "a.c=5", "a.c=6", "t='7'", "u=x=y", "empty="],
-    )
-    assert tree.values == {
-        "a": {"b": 1e-3, "c": 6, "d": [1, "x"], "e": None},
-        "f": {"g": {"h": True}},
-        "t": "7",
-        "u": "x=y",
-        "empty": None,
-    }
-    assert tree.origin(("a", "c")) == "override `a.c=6`"
-
-
 @pytest.mark.parametrize(
     ("values", "overrides", "result"),
     [
+        ({"a": 1}, ["b=1e-3", "c=[1, x]", "d=null", "e='7'", "f=x=y", "g=", "h.i.j=true"],
+         {"a": 1, "b": 1e-3, "c": [1, "x"], "d": None, "e": "7", "f": "x=y", "g": None, "h": {"i": {"j": True}}}),
+        ({"a": {"b": 1, "c": 2}}, ["a.c=5", "a.c=6"], {"a": {"b": 1, "c": 6}}),
         ({"a": {"b": 1, "c": 2}}, ["a={c: 3, d: 4}"], {"a": {"b": 1, "c": 3, "d": 4}}),
         ({"lora": None}, ["lora.rank=8"], {"lora": {"rank": 8}}),
         ({"l": [1, 2]}, ["l.1=5"], {"l": [1, 5]}),
@@ -159,13 +158,11 @@ def test_overrides_are_yaml_values_and_the_last_one_wins() -> None:
         ({"a": {"b": [1], "d": 1}}, ["a={b: {c: 2}}"], {"a": {"b": {"c": 2}, "d": 1}}),
         ({"a": "${b}", "b": {"c": 1}}, ["a=[3]"], {"a": [3], "b": {"c": 1}}),
     ],
-)
+)  # fmt: skip
 def test_overrides_merge_open_replace_and_remove(
     values: dict[str, object], overrides: list[str], result: object
 ) -> None:
-    tree = compose(values, overrides)
-    assert tree.values == result
-    assert tree.origin(("l", 1)) == ("override `l.1=5`" if "l" in values else "")
+    assert compose(values, overrides).values == result
 
 
 @pytest.mark.parametrize(
@@ -187,15 +184,13 @@ def test_the_origin_is_where_a_value_was_given_last(tmp_path: Path, overrides: l
     assert compose(tmp_path / "run.yaml", overrides).origin(place) == wanted
 
 
-@pytest.mark.parametrize("override", ["+a.b=1", "++a=1"])
-def test_an_override_of_hydra_is_told_to_drop_the_plus(override: str) -> None:
-    assert refused({}, [override]).endswith("to remove a key; a new key is written in the same way, without Hydra's +")
-
-
-@pytest.mark.parametrize("override", ["lr", "=1", "a..b=1", ".a=1", "a.=1", "a b=1", "~", "~a..b", "", "a[0]=1"])
+@pytest.mark.parametrize(
+    "override", ["lr", "=1", "a..b=1", ".a=1", "a.=1", "a b=1", "~", "~a..b", "", "a[0]=1", "+a.b=1"]
+)
 def test_what_is_no_override_is_told_how_to_write_one(override: str) -> None:
     message = refused({}, [override])
     assert message.startswith(f"`{override}` is not a valid override: write `key=value`")
+    assert message.endswith(", without Hydra's +") == override.startswith("+")
 
 
 @pytest.mark.parametrize(

@@ -75,47 +75,27 @@ UNTHOUGHT = "<think>\n\n</think>\n\n"
 U, A = "<|im_start|>user\n", "<|im_start|>assistant\n"
 
 
+H = "<|im_start|>assistant"
+
+
 @pytest.mark.parametrize(
-    ("template", "last", "assistant"),
+    ("template", "text"),
     [
-        (
-            CHATML,
-            f"{U}hi{END}\n{A}one{END}\n{U}ok{END}\n{A}{{two{END}}}",
-            f"{U}hi{END}\n{A}{{one{END}}}\n{U}ok{END}\n{A}{{two{END}}}",
-        ),
-        (
-            QWEN3,
-            f"{U}hi{END}\n{A}one{END}\n{U}ok{END}\n{A}{{{UNTHOUGHT}two{END}}}",
-            f"{U}hi{END}\n{A}{{one{END}}}\n{U}ok{END}\n{A}{{{UNTHOUGHT}two{END}}}",
-        ),
-        (
-            HARMONY,
-            f"{U}hi{END}\n<|im_start|>assistant<|final|>one{END}\n{U}ok{END}\n<|im_start|>assistant{{<|final|>two{END}}}",
-            f"{U}hi{END}\n<|im_start|>assistant{{<|final|>one{END}}}\n{U}ok{END}\n<|im_start|>assistant{{<|final|>two{END}}}",
-        ),
-        (
-            LLAMA2,
-            "<bos>[INST] hi [/INST] one <eos><bos>[INST] ok [/INST]{ two <eos>}",
-            "<bos>[INST] hi [/INST]{ one <eos>}<bos>[INST] ok [/INST]{ two <eos>}",
-        ),
-        (
-            MISTRAL,
-            "<bos>[INST] hi [/INST] one<eos>[INST] ok [/INST]{ two<eos>}",
-            "<bos>[INST] hi [/INST]{ one<eos>}[INST] ok [/INST]{ two<eos>}",
-        ),
-        (
-            VICUNA,
-            "USER: hi ASSISTANT: one<eos>USER: ok ASSISTANT:{ two<eos>}",
-            "USER: hi ASSISTANT:{ one<eos>}USER: ok ASSISTANT:{ two<eos>}",
-        ),
+        (CHATML, f"{U}hi{END}\n{A}{{one{END}}}\n{U}ok{END}\n{A}{{two{END}}}"),
+        (QWEN3, f"{U}hi{END}\n{A}{{one{END}}}\n{U}ok{END}\n{A}{{{UNTHOUGHT}two{END}}}"),
+        (HARMONY, f"{U}hi{END}\n{H}{{<|final|>one{END}}}\n{U}ok{END}\n{H}{{<|final|>two{END}}}"),
+        (LLAMA2, "<bos>[INST] hi [/INST]{ one <eos>}<bos>[INST] ok [/INST]{ two <eos>}"),
+        (MISTRAL, "<bos>[INST] hi [/INST]{ one<eos>}[INST] ok [/INST]{ two<eos>}"),
+        (VICUNA, "USER: hi ASSISTANT:{ one<eos>}USER: ok ASSISTANT:{ two<eos>}"),
     ],
     ids=["chatml", "qwen3", "harmony", "llama2", "mistral", "vicuna"],
 )
-def test_rows_of_known_templates(template: str, last: str, assistant: str) -> None:
+def test_rows_of_known_templates(template: str, text: str) -> None:
+    """Trained on all answers as shown, or on the last, which is what generation continues."""
     made, messages = tokenizer(template), talk("hi", "one", "ok", "two")
-    rendered = render_conversation(made, messages, "last")
+    assert shown(made, render_conversation(made, messages, "assistant")) == text
+    rendered, last = render_conversation(made, messages, "last"), text.replace("{", "", 1).replace("}", "", 1)
     assert shown(made, rendered) == last
-    assert shown(made, render_conversation(made, messages, "assistant")) == assistant
     prompt = render_prompt(made, messages[:3])
     assert made.decode(prompt) == last.partition("{")[0]
     assert rendered[0] == prompt + render_completion(made, Sample("s", messages[:3], "", "two"))
