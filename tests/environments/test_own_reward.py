@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -138,6 +139,15 @@ def test_a_wrong_number_of_values_is_an_error_at_once(make, timeout: float | Non
 def test_a_coroutine_that_is_never_awaited_is_reported(make, caplog) -> None:
     assert rewards(make("forgot", max_reward_failures=1.0, reward_timeout=None), ["x"]) == [0.0]
     assert "write `async def`" in caplog.text
+
+
+def test_no_process_outlives_the_environment(make) -> None:
+    environment = make("process_id")
+    [pid] = rewards(environment, ["x"])
+    assert pid != os.getpid()
+    environment.shutdown()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid), 0)
 
 
 def test_no_process_outlives_a_killed_driver(folder: Path) -> None:
