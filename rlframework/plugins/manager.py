@@ -184,7 +184,7 @@ class PluginManager:
         found = self._found.get((kind, name), [])
         if len(found) > 1:
             raise PluginError(_duplicate(found))
-        for broken in (plugin for plugin in self._plugins if plugin.error is not None):
+        for broken in (plugin for plugin in self._plugins if plugin.status == "broken"):
             by_record = any((record.kind, record.name) == (kind, name) for record in broken.records)
             if by_record or (broken.name == name and not found):
                 subject = f"{RECORD_TYPES[kind].key}: the plugin {broken.name!r}"

@@ -29,17 +29,14 @@ def test_modules_inside_a_package_that_moved_follow_it():
     with pytest.warns(DeprecationWarning, match="has moved to"):
         old = import_module("rlframework.conformance.layouts")
     assert old.Layout is import_module("rlframework_conformance.layouts").Layout
+    with pytest.raises(ImportError):
+        import_module("rlframework.conformance.no_such_module")
 
 
 def test_a_new_package_that_is_not_installed_is_named_with_its_command(monkeypatch):
     monkeypatch.setitem(MOVED, "rlframework.old_satellite", "rlframework_nowhere")
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'rlframework-core\[nowhere\]'"):
         import_module("rlframework.old_satellite")
-
-
-def test_a_name_that_the_new_module_has_not_is_no_module_of_its_own():
-    with pytest.warns(DeprecationWarning, match="has moved to"), pytest.raises(ImportError):
-        import_module("rlframework.conformance.no_such_module")
 
 
 def test_names_of_generation_on_workers_are_found_where_they_were() -> None:

@@ -52,8 +52,5 @@ def test_causes_and_notes_follow(shown_of):
     error.__cause__ = errors.WorkerError("rank 1 failed")
     lines = shown_of("raise error", error=error)
     assert lines[-4:-1] == ["BatchError: too wide", "caused by WorkerError: rank 1 failed", *error.__notes__]
-
-
-def test_an_interrupted_run_is_shown_as_shortly(shown_of):
-    error = errors.RunInterrupted(2, "resume('runs/a')", "runs/a/checkpoints/step-1")
-    assert "To resume: resume('runs/a')" in shown_of("raise error", error=error)[-2]
+    interrupted = errors.RunInterrupted(2, "resume('runs/a')", "runs/a/checkpoints/step-1")
+    assert "To resume: resume('runs/a')" in shown_of("raise error", error=interrupted)[-2]

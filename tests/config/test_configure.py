@@ -5,21 +5,16 @@ from __future__ import annotations
 import copy
 import json
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
 
 import rlframework.plugins.configure as configure
 from rlframework.algorithms.losses.targets import NLLLoss
 from rlframework.base.errors import ConfigError, PluginError, UserError
 from rlframework.plugins.configure import config_yaml, dump_config, load_config, resolve_device, restore_config
-from rlframework.plugins.listing import PluginListing
-from rlframework.plugins.types import AlgorithmRecord
 
 
 def refused(source: Any, overrides: Any = (), *, manager: Any) -> str:
@@ -139,15 +134,13 @@ def test_each_mistake_has_its_message(manager: Any, minimal: Any, override: str,
 
 
 @pytest.mark.slow
-def test_many_and_long_mistakes_are_one_short_error_at_once(manager: Any, minimal: Any) -> None:
-    begin = time.thread_time()
+def test_many_and_long_mistakes_are_one_short_error(manager: Any, minimal: Any) -> None:
     many = {f"key{number}": 1 for number in range(3000)}
     text = refused(minimal | many | {"x" * 100_000: 1}, [], manager=manager)
     assert text.startswith("3001 problems in the configuration:\n- `key0`: unknown key (given 1)\n- `key1`: ")
     assert text.endswith("\nand 2961 more")
     assert len(refused(minimal | {"x" * 100_000: 1}, [], manager=manager)) < 1_000
     assert len(refused(minimal, [f"environment.name={'x' * 100_000}"], manager=manager)) < 3_000
-    assert time.thread_time() - begin < 3.0
 
 
 def test_the_members_of_a_union_are_told_as_alternatives(manager: Any, minimal: Any) -> None:
@@ -157,14 +150,6 @@ def test_the_members_of_a_union_are_told_as_alternatives(manager: Any, minimal: 
     assert message.startswith("`environment.limit`: must be an integer, or must be 'all' (given \"some\" in")
     message = refused(minimal, [*cards, "environment.mix={a: x}"], manager=manager)
     assert message.startswith('`environment.mix.a`: must be a number (given "x" in')
-
-
-def test_a_number_in_text_is_a_number_so_that_the_environment_can_give_it(
-    manager: Any, minimal: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RLFRAMEWORK_TEST_STEPS", "12")
-    config = load_config(minimal, ["algorithm.num_steps=${oc.env:RLFRAMEWORK_TEST_STEPS}"], manager=manager)
-    assert config.algorithm.num_steps == 12
 
 
 def test_an_unknown_part_is_a_plugin_error_unless_there_are_other_mistakes(manager: Any, minimal: Any) -> None:
@@ -192,12 +177,6 @@ def test_a_batch_that_does_not_divide_comes_with_sizes_that_do(
     load_config(minimal, ["worker_group.num_workers=4", "policy.train_global_batch_size=12"], manager=manager)
 
 
-def test_what_the_parts_cannot_do_is_told_with_its_origin(manager: Any, minimal: Any) -> None:
-    message = refused(minimal, ["seed=7", "policy.batching.mode=packed", "device=cpu"], manager=manager)
-    assert "- `seed`: 7 brings bad luck on cpu (in override `seed=7`). Take another one." in message
-    assert "- `policy.batching.mode`: packed, but the backend 'dtensor' (fake 1.0) does not declare packing" in message
-
-
 def test_checks_get_the_device_that_auto_comes_to(manager: Any, minimal: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(configure, "resolve_device", lambda device: {"auto": "cuda"}.get(device, device))
     load_config(minimal, ["policy.backend=plain"], manager=manager)
@@ -216,25 +195,6 @@ def test_torch_is_asked_for_the_device_only_where_a_gpu_shows(monkeypatch: pytes
         assert resolve_device("auto") == device
 
 
-def test_a_part_without_a_model_has_the_shared_keys_only(manager: Any, minimal: Any) -> None:
-    manager.records.append(AlgorithmRecord("bare", "x:Y", 1))
-    assert load_config(minimal, ["algorithm.name=bare"], manager=manager).algorithm.num_steps == 100
-    assert "`algorithm.group_size`: unknown key" in refused(
-        minimal, ["algorithm.name=bare", "algorithm.group_size=1"], manager=manager
-    )
-
-
-def test_a_broken_module_under_plugins_is_told_even_if_not_chosen(
-    manager: Any, minimal: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    manager.rows.append(PluginListing("mine", None, "module mine", "", None, (), "broken", "SyntaxError: bad"))
-    monkeypatch.setattr(configure, "create_manager", lambda modules: manager)
-    with pytest.raises(ConfigError) as error:
-        load_config(minimal, ["plugins=[fine, mine]"])
-    assert str(error.value).startswith("`plugins`: module 'mine' cannot be used: SyntaxError: bad (in override")
-    load_config(minimal, ["plugins=[fine]"])
-
-
 def test_a_resolved_configuration_is_a_source_too(manager: Any, minimal: Any) -> None:
     config = load_config({**minimal, "seed": 3}, manager=manager)
     changed = load_config(config, ["policy.optimizer.lr=0.5"], manager=manager)
@@ -243,61 +203,20 @@ def test_a_resolved_configuration_is_a_source_too(manager: Any, minimal: Any) ->
     assert load_config(changed, ["policy.optimizer.lr=1e-6"], manager=manager) == config
 
 
-def test_another_process_restores_the_same_configuration(manager: Any, minimal: Any) -> None:
-    config = load_config(minimal, [r"environment.system_prompt='\${x}'", "policy.dtensor.shards=[3]"], manager=manager)
-    assert config.environment.system_prompt == "${x}"
-    values = json.loads(json.dumps(dump_config(config)))
-    restored = restore_config(copy.deepcopy(values), manager=manager)
-    assert dump_config(restored) == values
-    assert type(restored.algorithm) is type(config.algorithm)
-
-
-texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20).filter(
-    lambda text: text != "???"
-)
-positive = st.integers(1, 10**5)
-configurations = st.fixed_dictionaries(
-    {
-        "policy": st.fixed_dictionaries(
-            {"model_name": texts},
-            optional={
-                "tokenizer_name": st.none() | texts,
-                "max_grad_norm": st.none() | st.floats(min_value=1e-30, max_value=1e9),
-                "optimizer": st.fixed_dictionaries({"lr": st.floats(0, 10), "betas": st.just([0.5, 0.25])}),
-                "lora": st.none() | st.fixed_dictionaries({"target_modules": st.lists(texts, max_size=2)}),
-                "dtensor": st.fixed_dictionaries(
-                    {"lr_scale": st.floats(allow_nan=False, allow_infinity=False), "shards": st.lists(positive)}
-                ),
-            },
-        ),
-        "algorithm": st.fixed_dictionaries({"name": st.just("climb"), "num_steps": st.integers(4, 10**9)}),
-        "environment": st.fixed_dictionaries(
-            {"name": st.just("cards"), "suits": positive},
-            optional={"limit": positive | st.just("all"), "system_prompt": st.none() | texts},
-        ),
-        "generation": st.fixed_dictionaries(
-            {}, optional={"stop_strings": st.lists(texts, max_size=3), "top_k": positive}
-        ),
-        "seed": st.integers(0, 2**63 - 1),
-    }
-)
-
-
-@pytest.mark.slow
-@settings(
-    max_examples=20,
-    phases=[Phase.explicit, Phase.generate],
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-    deadline=None,
-)
-@given(values=configurations)
-def test_the_printed_configuration_loads_to_the_same(manager: Any, tmp_path: Path, values: dict[str, Any]) -> None:
+@pytest.mark.parametrize("text", [r"\${x}", "${not.a.key", "yes", "1e-3", "null", "a: {b}", "#", " '\"é\n", "~", "[1"])
+def test_a_configuration_is_the_same_in_another_process_and_in_a_file(
+    manager: Any, minimal: Any, tmp_path: Path, text: str
+) -> None:
+    values = {**minimal, "environment": {"name": "cards", "suits": 4, "system_prompt": text}}
+    values["policy"] = {"model_name": "m", "tokenizer_name": text, "dtensor": {"shards": [3], "lr_scale": 1e-30}}
     config = restore_config(values, manager=manager)
-    path = tmp_path / "resolved.yaml"
-    path.write_text(config_yaml(config), encoding="utf-8")
-    again = load_config(path, manager=manager)
-    assert again == config
-    assert config_yaml(again) == config_yaml(config)
+    assert config.environment.system_prompt == text
+    dumped = json.loads(json.dumps(dump_config(config)))
+    restored = restore_config(copy.deepcopy(dumped), manager=manager)
+    assert dump_config(restored) == dumped
+    assert type(restored.algorithm) is type(config.algorithm)
+    (tmp_path / "resolved.yaml").write_text(config_yaml(config), encoding="utf-8")
+    assert load_config(tmp_path / "resolved.yaml", manager=manager) == config
 
 
 def test_the_command_that_resumes_a_run_can_be_pasted(run_config: Any) -> None:

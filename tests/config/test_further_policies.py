@@ -75,13 +75,6 @@ def test_the_resolved_configuration_loads_to_an_equal_one(real: Any) -> None:
     assert {"dtensor", "deepspeed", "megatron"} & dump_selected(config)["teacher"].keys() == {"deepspeed"}
 
 
-def test_of_puts_a_further_policy_in_the_place_of_the_policy(real: Any) -> None:
-    config = load(real, "checkpoints.every=3", "critic={backend: megatron}", "teacher={}")
-    assert config.of("critic").policy.backend == "megatron"
-    assert config.of("critic").checkpoints.every == 3
-    assert config.of("teacher").checkpoints.every == 0
-
-
 @pytest.mark.parametrize(
     ("override", "message"),
     [

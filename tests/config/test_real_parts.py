@@ -10,6 +10,7 @@ from rlframework.base.errors import ConfigError, PluginError
 from rlframework.config.policy import RemoteGroupConfig
 from rlframework.plugins.configure import config_yaml, dump_config, load_config
 
+PARTS = {"policy": {"model_name": "m"}, "algorithm": {"name": "grpo"}, "environment": {"name": "addition"}}
 BACKEND = """
 from rlframework.config.base import Section
 from rlframework.plugins.hookspec import hookimpl
@@ -64,30 +65,15 @@ def test_a_run_on_a_backend_that_is_not_installed(config_file: Path) -> None:
         ("environment.train_path=x", "It is a key of `gsm8k`, but environment.name is `addition`"),
         ("policy.toy.speed=10", "`policy.toy.speed`: is too much (in override `policy.toy.speed=10`). Take 9."),
         ("policy.parallelism.tensor=2", "`worker_group.num_workers`: must be a multiple of 2"),
-        (
-            "policy.train_global_batch_size=100",
-            "(algorithm.prompts_per_step=32 x samples_per_prompt=8), not a multiple of the global batch size 100",
-        ),
+        ("policy.train_global_batch_size=100", "samples_per_prompt=8), not a multiple of the global batch size 100"),
         ("generation.temperature=0", "greedy completions of a prompt are all identical"),
-        (
-            "algorithm.validation={attempts: 4, temperature: 0}",
-            "`algorithm.validation.attempts`: must be 1 at temperature 0",
-        ),
+        ("algorithm.validation={attempts: 4, temperature: 0}", "validation.attempts`: must be 1 at temperature 0"),
         ("generation.top_k=20", "`generation.top_k`: 20 samples from a truncated distribution, but"),
         ("generation.top_p=0.9", "`generation.top_p`: 0.9 samples from a truncated distribution, but"),
-        (
-            "algorithm.overlong.buffer=65",
-            "`algorithm.overlong.buffer`: 65 exceeds generation.max_new_tokens, which is 64 (in override",
-        ),
-        (
-            "algorithm.loss={ratio_clip_max: 0.3, ratio_clip_c: 1.3}",
-            "loss.ratio_clip_c is 1.3, but must be greater than 1 + ratio_clip_max = 1.3",
-        ),
+        ("algorithm.overlong.buffer=65", "overlong.buffer`: 65 exceeds generation.max_new_tokens, which is 64 (in"),
+        ("algorithm.loss={ratio_clip_max: 0.3, ratio_clip_c: 1.3}", "must be greater than 1 + ratio_clip_max = 1.3"),
         ("worker_group.num_workers=2", "worker_group.name=inline supports one worker, not 2"),
-        (
-            "plugins=[no_such_module_at_all]",
-            "`plugins`: module 'no_such_module_at_all' cannot be used: ModuleNotFoundE",
-        ),
+        ("plugins=[no_such_module]", "`plugins`: module 'no_such_module' cannot be used: ModuleNotFoundE"),
     ],
 )
 def test_mistakes_are_told(config_file: Path, override: str, message: str) -> None:
@@ -134,26 +120,19 @@ def test_an_unknown_backend_is_told_with_the_nearest_name(config_file: Path) -> 
     ],
 )
 def test_a_number_that_is_certainly_a_mistake_is_rejected_with_its_bound(override: str, message: str) -> None:
-    parts = {"policy": {"model_name": "m"}, "algorithm": {"name": "grpo"}, "environment": {"name": "addition"}}
     with pytest.raises(ConfigError) as caught:
-        load_config(parts, [override])
+        load_config(PARTS, [override])
     key, _, _ = override.partition("=")
     assert message in str(caught.value)
     assert key in str(caught.value) or key.rpartition(".")[0] in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    "override",
-    [
-        'output_dir="a\\0b"',
-        'environment.prompt="{expression}\\0"',
-        'observers.wandb={tags: ["\\0"]}',
-    ],
+    "override", ['output_dir="a\\0b"', 'environment.prompt="{expression}\\0"', 'observers.wandb={tags: ["\\0"]}']
 )
 def test_no_text_has_a_null_character(override: str) -> None:
-    parts = {"policy": {"model_name": "m"}, "algorithm": {"name": "grpo"}, "environment": {"name": "addition"}}
     with pytest.raises(ConfigError, match=r"must not contain the character U\+0000"):
-        load_config(parts, [override])
+        load_config(PARTS, [override])
 
 
 def test_another_worker_group_for_the_configuration_of_a_run(config_file: Path) -> None:

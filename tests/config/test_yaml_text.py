@@ -6,8 +6,6 @@ import math
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from rlframework.base.errors import ConfigError
 from rlframework.config.yaml_text import parse_value, parse_yaml, read_yaml, to_yaml
@@ -62,12 +60,6 @@ def test_merge_keys_of_yaml_work_and_are_no_duplicates() -> None:
     assert layer.origins["more", "b"] == "f.yaml:4"
 
 
-def test_an_empty_file_is_an_empty_mapping(tmp_path: Path) -> None:
-    path = tmp_path / "empty.yaml"
-    path.write_text("# nothing yet\n")
-    assert read_yaml(path).values == {}
-
-
 ALIASES = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 10))
 """Ten lines that stand for 9 ** 9 values."""
 
@@ -120,17 +112,6 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 def test_a_file_without_an_end_is_not_read_to_it() -> None:
     with pytest.raises(ConfigError, match="/dev/zero: a configuration has at most 10,000,000 characters"):
         read_yaml(Path("/dev/zero"))
-
-
-scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
-values = st.recursive(scalars, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=12)
-
-
-@pytest.mark.slow
-@settings(max_examples=40, deadline=None)  # the time depends on what else the machine does
-@given(st.dictionaries(st.text(), values))
-def test_what_is_written_is_read_back(data: dict[str, object]) -> None:
-    assert parse_yaml(to_yaml(data), "f.yaml").values == data
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from rlframework.base.errors import DataError
 from rlframework.config.environments import ColumnsConfig
-from rlframework.datasets.conversations import Conversation, conversation_of, is_missing, lone_surrogate, number_text
+from rlframework.datasets.conversations import Conversation, conversation_of, number_text
 from rlframework.interfaces.messages import Message
 
 NAN = float("nan")
@@ -163,17 +163,6 @@ def test_a_renamed_column_must_be_there() -> None:
 )
 def test_numbers(value: Any, text: str | None) -> None:
     assert number_text(value) == text
-
-
-def test_what_is_no_value() -> None:
-    assert [is_missing(value) for value in (None, float("nan"), Decimal("nan"))] == [True] * 3
-    assert [is_missing(value) for value in (0, "", "nan", 0.0, float("inf"), [], Decimal(0))] == [False] * 7
-
-
-def test_half_a_character() -> None:
-    assert lone_surrogate("abc") is None
-    assert lone_surrogate("é😀") is None
-    assert lone_surrogate("é \ud83d!") == "\\ud83d"
 
 
 F_CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x": 1, "y": null}'}}

@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from rlframework import load_config
-from rlframework.base.errors import ConfigError, ImageError
+from rlframework.base.errors import ImageError
 from rlframework.config.environments import DatasetConfig
 from rlframework.config.sections import ImagesConfig
 from rlframework.datasets import pictures
@@ -161,14 +160,3 @@ def test_addresses_that_are_none_and_passwords(tmp_path: Path, address: str, pro
         with pytest.raises(ImageError, match=f"here.*: the image cannot be read: .*{problem}") as raised:
             read(address, "here")
         assert "hunter2" not in str(raised.value)
-
-
-def test_a_run_of_somebody_else_may_not_read_addresses(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text(
-        "policy: {model_name: m}\nalgorithm: {name: sft}\n"
-        "environment: {name: dataset, path: rows.jsonl, images: {allow_addresses: true}}\n"
-    )
-    with pytest.raises(
-        ConfigError, match=r"environment\.images\.allow_addresses=.*, which makes this machine read the"
-    ):
-        load_config(tmp_path / "config.yaml", run=tmp_path)

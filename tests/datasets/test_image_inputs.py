@@ -165,21 +165,6 @@ def test_rows_are_those_of_the_processor(model_folder, tokenizer, images):
     assert set(columns) == set(whole) - {"input_ids", "attention_mask"}
 
 
-@pytest.mark.slow
-def test_the_model_makes_a_feature_for_each_token(model_folder, tokenizer, images):
-    from rlframework.models.loading import auto_class
-
-    model = auto_class(read_config(str(model_folder))).from_pretrained(model_folder)
-    pictures = pictures_of(sample(A, B).messages)
-    made = images.processed(pictures)
-    found = model.base_model.get_image_features(
-        **{k: v for k, v in made.tensors.items() if "mask" not in k}
-    ).pooler_output
-    count = sum(len(each.flatten(0, -2)) for each in found)
-    assert made.features == count
-    assert render_prompt(tokenizer, sample(A, B).messages, images=images).count(images.token) == count
-
-
 def test_rows_with_the_same_images_share_their_tensors(tokenizer, images):
     """Rows of a group, and copies of an image; rows without images have none."""
     rows = [sample(A), sample(part(A["image"].copy())), sample({"type": "text", "text": "a"}), sample(B)]
@@ -220,13 +205,6 @@ def test_placeholders_in_texts_and_images_that_are_cut_off_are_errors(tokenizer,
         render_samples(tokenizer, [sample(A, B)], max_tokens=3, images=images)
     with pytest.raises(DataError, match="has images, which are not supported here"):
         render_prompt(tokenizer, sample(A).messages)
-
-
-def test_a_template_that_skips_texts_gets_parts(tokenizer, images, monkeypatch):
-    """LLaVA's writes parts alone: a content that is text would vanish."""
-    written = "{% for p in messages[0]['content'] if p['type'] == 'text' %}{{ p['text'] }}{% endfor %}"
-    monkeypatch.setattr(tokenizer, "chat_template", written)
-    assert tokenizer.decode(render_prompt(tokenizer, [{"role": "user", "content": "a b"}])) == "a b"
 
 
 # -- the data set ------------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import chat_formats
 import pytest
 
 from rlframework.datasets.chat.template_checks import RowWarnings, opened_thought
@@ -71,11 +70,6 @@ def test_turns_that_are_ended_or_not_trained_on(caplog: Any, template: str | Non
 )
 def test_a_thought_that_prompts_begin_and_rows_do_not(template: str | None, tags: tuple[str, str] | None) -> None:
     assert opened_thought(tokenizer(template)) == tags
-
-
-@pytest.mark.parametrize(("name", "tags"), [("qwen3", None), ("gpt_oss", None), ("deepseek", None)])
-def test_thoughts_of_published_templates(name: str, tags: tuple[str, str] | None) -> None:
-    assert opened_thought(chat_formats.tokenizer(name)) == tags
 
 
 def test_answers_within_a_thought_are_counted(caplog: Any) -> None:

@@ -30,17 +30,6 @@ def pods(spec: dict) -> list[dict]:
     return [group["template"] for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"])]
 
 
-def test_the_kinds_and_their_versions():
-    found = {kind: each["apiVersion"] for file in (COMMON, CLUSTER, JOB) for kind, each in file.items()}
-    assert found == {
-        "PersistentVolumeClaim": "v1",
-        "NetworkPolicy": "networking.k8s.io/v1",
-        "RayCluster": "ray.io/v1",
-        "ConfigMap": "v1",
-        "RayJob": "ray.io/v1",
-    }
-
-
 @pytest.mark.parametrize("name", SPECS)
 def test_every_pod_has_the_image_the_shared_volume_and_shared_memory(name):
     assert SPECS[name]["authOptions"] == {"mode": "token"}
@@ -93,17 +82,6 @@ def test_the_job_runs_its_script_which_trains_or_resumes():
     loaded = load_config(ROOT / "examples" / "cluster" / "run.yaml", overrides)
     assert (str(loaded.output_dir), loaded.worker_group.name, loaded.device) == ("/shared/runs/cluster", "ray", "cuda")
     assert 'compgen -G "/shared/runs/cluster/checkpoints/step-*"' in SCRIPT
-
-
-def test_the_image_has_what_kuberay_needs():
-    assert "'ray[default]'" in (ROOT / "Dockerfile").read_text()  # the dashboard, which the operator talks to
-
-
-@pytest.mark.parametrize("path", sorted(FOLDER.iterdir()), ids=lambda path: path.name)
-def test_the_comments_and_the_page_name_files_that_exist(path):
-    comments = "\n".join(line for line in path.read_text().splitlines() if line.startswith("#"))
-    named = re.findall(r"-f ([\w.]+\.yml)", comments)
-    assert path.name in named
-    assert {path.name for path in FOLDER.iterdir()} >= set(named)
     for file in re.findall(r"-f (examples/\S+)", PAGE):
         assert (ROOT / file).is_file()
+    assert "'ray[default]'" in (ROOT / "Dockerfile").read_text()  # the dashboard, which the operator talks to

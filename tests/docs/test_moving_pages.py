@@ -76,58 +76,37 @@ def test_python_paths_are_there(page):
         assert found(path), path
 
 
-def owner(heading: str) -> list[Any]:
-    """Where the names of a section of the page from NeMo-RL are."""
-    modules = {
-        "Batches": ("batch.batched_data_dict", "batch.sharding", "batch.collectives", "batch.packing"),
-        "Microbatches": (
-            "interfaces.data_processor",
-            "nemo_rl.microbatches",
-            "policy.microbatches.global_batch",
-            "policy.microbatches.model_inputs",
-        ),
-        "Policy and workers": (),
-        "Worker groups": (
-            "rlframework_ray.ray_group",
-            "rlframework_ray.worker_builder",
-            "interfaces.named_sharding",
-            "rlframework_ray.virtual_cluster",
-            "interfaces.worker_group",
-        ),
-    }[heading]
-    places: list[Any] = [
-        import_module(module if module.startswith("rlframework_") else f"rlframework.{module}") for module in modules
-    ]
-    if heading == "Policy and workers":
-        module = import_module("rlframework_dtensor.worker")
-        places += [module.DTensorPolicyWorker, module]
-    if heading == "Batches":
-        places.append(places[0].BatchedDataDict)
-    if heading == "Worker groups":
-        places.append(places[0].RayWorkerGroup)
-    return places
+OWNERS = {
+    "Batches": ("batch.batched_data_dict", "batch.sharding", "batch.collectives", "batch.packing"),
+    "Microbatches": (
+        *("interfaces.data_processor", "nemo_rl.microbatches"),
+        *("policy.microbatches.global_batch", "policy.microbatches.model_inputs"),
+    ),
+    "Policy and workers": ("rlframework_dtensor.worker",),
+    "Worker groups": (
+        *("rlframework_ray.ray_group", "rlframework_ray.worker_builder", "rlframework_ray.virtual_cluster"),
+        *("interfaces.named_sharding", "interfaces.worker_group"),
+    ),
+}
+"""The modules that have the names of a section of the page from NeMo-RL."""
+CLASSES = ("BatchedDataDict", "DTensorPolicyWorker", "RayWorkerGroup")
+"""Classes in them, whose attributes the sections name."""
 
 
-def _annotated(place: Any) -> set[str]:
-    """The attributes that a class declares for its instances."""
-    return set(getattr(place, "__annotations__", ())) if isinstance(place, type) else set()
-
-
-@pytest.mark.parametrize("heading", ["Batches", "Microbatches", "Policy and workers", "Worker groups"])
+@pytest.mark.parametrize("heading", OWNERS)
 def test_the_names_of_nemo_rl_that_the_page_keeps_are_there(heading):
     text = (FOLDER / "nemo_rl.md").read_text(encoding="utf-8")
     section = text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
-    places = owner(heading)
+    names = [name if name.startswith("rlframework_") else f"rlframework.{name}" for name in OWNERS[heading]]
+    places: list[Any] = [import_module(name) for name in names]
+    places += [getattr(place, name) for place in places for name in CLASSES if hasattr(place, name)]
     kept = [line for line in section.splitlines() if line.startswith("| `") and "no counterpart" not in line]
     assert kept
-    for line in kept:
-        for name in CODE.findall(line.strip("| ").split(" | ")[0]):
-            if name == "convert_dcp_to_hf":
-                continue
-            first, *rest = name.split(".")
-            holders = [place for place in places if hasattr(place, first) or first in _annotated(place)]
-            assert holders, name
-            assert all(hasattr(getattr(holders[0], first), part) for part in rest), name
+    for name in (name for line in kept for name in CODE.findall(line.strip("| ").split(" | ")[0])):
+        first, *rest = name.split(".")
+        holders = [each for each in places if hasattr(each, first) or first in getattr(each, "__annotations__", ())]
+        assert holders or name == "convert_dcp_to_hf", name
+        assert all(hasattr(getattr(holders[0], first), part) for part in rest), name
 
 
 TRANSLATED = {

@@ -21,6 +21,11 @@ import pytest
 import tiny_vlm_directories
 from probe_shell import run_shell
 
+from rlframework.plugins.manager import create_manager
+from rlframework.plugins.types import Capability
+from rlframework_conformance import suite_of
+from rlframework_conformance.mutants import mutants_of
+
 DOCS = Path(__file__).parents[2] / "docs"
 COMMANDS = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
@@ -75,6 +80,10 @@ def test_what_a_page_shows_and_does_not_do_is_found(tmp_path: Path) -> None:
             execute(page, tmp_path)
 
 
+def rows_of(folder: Path, run: str) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "runs" / run / "metrics.jsonl").read_text().splitlines()]
+
+
 @pytest.mark.thorough
 def test_episodes(tmp_path: Path) -> None:
     example = next(block for block in blocks((DOCS / "episodes.md").read_text()) if block.title == "guess.py")
@@ -85,7 +94,7 @@ def test_episodes(tmp_path: Path) -> None:
 @pytest.mark.thorough
 def test_your_own_reward_function(tmp_path: Path) -> None:
     execute(DOCS / "your_own.md", tmp_path)
-    rows = [json.loads(line) for line in (tmp_path / "runs/own/metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(tmp_path, "own")
     first, last = rows[1]["train/reward"], rows[-1]["train/reward"]
     assert first < 0.15
     assert last > 0.5  # the page says from some 0.04 to some 0.7
@@ -97,9 +106,18 @@ def test_your_own_reward_function(tmp_path: Path) -> None:
     ).read_text()
 
 
+THOROUGH = ("optimizers.md", "data.md", "python.md", "faq.md", "exact_tokens.md")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["tools.md", "bring_your_environment.md"])
-def test_environments_with_episodes(page: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "page",
+    [
+        *("tools.md", "bring_your_environment.md", "plugins.md"),
+        *(pytest.param(page, marks=pytest.mark.thorough) for page in THOROUGH),
+    ],
+)
+def test_a_page_does_what_it_shows(page: str, tmp_path: Path) -> None:
     execute(DOCS / page, tmp_path)
 
 
@@ -110,7 +128,7 @@ def test_bring_your_agent(tmp_path: Path) -> None:
     written = {block.title: block.text for block in blocks(page.read_text(encoding="utf-8"))}
     settings = [line for line in written["agent.yaml"].splitlines() if line.startswith("environment")]
     assert len([line for line in written["my_agent.py"].splitlines() if line] + settings) < 20
-    rows = [json.loads(line) for line in (tmp_path / "runs/agent/metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(tmp_path, "agent")
     rewards = [row["train/reward"] for row in rows if "train/reward" in row]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2
     assert {(row["train/episode_turns"], row["train/failed_episodes"]) for row in rows if "train/reward" in row} == {
@@ -124,7 +142,7 @@ def test_bring_your_agent(tmp_path: Path) -> None:
 def test_vision(tmp_path: Path) -> None:
     tiny_vlm_directories.save("qwen2_vl", tmp_path / "model")
     execute(DOCS / "vision.md", tmp_path)
-    rows = [json.loads(line) for line in (tmp_path / "runs/grpo/metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(tmp_path, "grpo")
     assert [row["train/tokens"] > 0 for row in rows if row["step"]] == [True] * 3
     assert (tmp_path / "runs/grpo/model/preprocessor_config.json").exists()
     assert "data:image/jpeg;base64," in (tmp_path / "runs/grpo/report.html").read_text()
@@ -134,7 +152,7 @@ def test_vision(tmp_path: Path) -> None:
 def test_the_quickstart(tmp_path: Path) -> None:
     """GRPO with the page's own settings raises the reward: from some 0.32 over the first ten steps to some 0.51."""
     execute(DOCS / "quickstart.md", tmp_path)
-    rows = [json.loads(line) for line in (tmp_path / "runs/grpo/metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(tmp_path, "grpo")
     rewards = [row["train/reward"] for row in rows if 1 <= row["step"] <= 100]
     assert len(rewards) == 100
     assert sum(rewards[-10:]) / 10 > sum(rewards[:10]) / 10 + 0.1
@@ -158,8 +176,7 @@ def test_distillation(tmp_path: Path) -> None:
     """The student comes closer to the teacher, with the teacher and with what it has stored."""
     execute(DOCS / "algorithms" / "distillation.md", tmp_path)
     for name, metric in (("student", "validation/divergence"), ("offline", "train/divergence")):
-        rows = map(json.loads, (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines())
-        values = [row[metric] for row in rows if metric in row]
+        values = [row[metric] for row in rows_of(tmp_path, name) if metric in row]
         assert values[-1] < values[0], name
 
 
@@ -169,53 +186,22 @@ def test_write_an_algorithm(tmp_path: Path) -> None:
     execute(page, tmp_path)
     (source,) = (block.text for block in blocks(page.read_text(encoding="utf-8")) if block.title == "my_reinforce.py")
     assert 50 <= len([line for line in source.splitlines() if line]) <= 70  # the page says about 60
-    rows = [json.loads(line) for line in (tmp_path / "runs/reinforce/metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(tmp_path, "reinforce")
     assert rows[1]["train/reward"] < 0.1
     assert rows[40]["train/reward"] > 0.4
-    other = [json.loads(line) for line in (tmp_path / "runs/deepspeed/metrics.jsonl").read_text().splitlines()]
+    other = rows_of(tmp_path, "deepspeed")
     assert other[1]["train/loss"] == pytest.approx(rows[1]["train/loss"], rel=1e-5)
-
-
-@pytest.mark.thorough
-def test_optimizers(tmp_path: Path) -> None:
-    execute(DOCS / "optimizers.md", tmp_path)
-
-
-@pytest.mark.slow
-def test_the_smallest_plugin(tmp_path: Path) -> None:
-    execute(DOCS / "plugins.md", tmp_path)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("page", ["data.md", "python.md"])
-def test_data_and_python(page: str, tmp_path: Path) -> None:
-    execute(DOCS / page, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.thorough
-def test_the_answers_to_frequent_questions(tmp_path: Path) -> None:
-    execute(DOCS / "faq.md", tmp_path)
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_exact_tokens(tmp_path: Path) -> None:
-    execute(DOCS / "exact_tokens.md", tmp_path)
 
 
 @pytest.mark.slow
 def test_the_example_of_the_readme(tmp_path: Path) -> None:
     execute(DOCS.parent / "README.md", tmp_path)
-    rows = [json.loads(line) for line in (tmp_path / "runs/evens/metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(tmp_path, "evens")
     assert rows[1]["train/reward"] < 0.5
     assert rows[-1]["train/reward"] > 0.9
 
 
 def test_the_readme_counts_tests_and_mutants() -> None:
-    from rlframework_conformance import suite_of
-    from rlframework_conformance.mutants import mutants_of
-
     kinds = ("policy_worker", "data_processor", "worker_group", "generation_engine", "environment")
     text = (DOCS.parent / "README.md").read_text(encoding="utf-8")
     assert f"[{sum(len(suite_of(kind).tests()) for kind in kinds)} tests]" in text
@@ -224,9 +210,6 @@ def test_the_readme_counts_tests_and_mutants() -> None:
 
 def test_the_readme_has_what_backends_declare() -> None:
     """The matrix of backends and features follows the records."""
-    from rlframework.plugins.manager import create_manager
-    from rlframework.plugins.types import Capability
-
     manager = create_manager()
     backends = [manager.select("policy_worker", name).record for name in ("dtensor", "deepspeed", "megatron")]
     rows = {

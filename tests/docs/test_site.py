@@ -13,11 +13,11 @@ from html import unescape
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rlframework.plugins import hookspec
-from rlframework.policy.engine import Engine
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("site")]  # one build serves all
 
@@ -107,45 +107,37 @@ INTERFACES = interfaces()
 DESCRIBED = {name: page for page in DOCS.rglob("*.md") for name in DIRECTIVE.findall(page.read_text(encoding="utf-8"))}
 
 
+def assert_signature(function: Any, text: str) -> None:
+    for parameter in inspect.signature(function).parameters.values():
+        annotation = "" if parameter.annotation is inspect.Parameter.empty else f":{parameter.annotation}"
+        if parameter.name != "self":
+            assert f"{parameter.name}{annotation}".replace(" ", "").replace("'", "") in text.replace("'", ""), function
+
+
 @pytest.mark.parametrize(("name", "described"), INTERFACES, ids=[name for name, _ in INTERFACES])
 def test_each_interface_has_a_page_with_its_methods_and_their_parameters(site, name, described):
     page = DESCRIBED[name].relative_to(DOCS).with_suffix(".html").as_posix()
-    html = (site / page).read_text(encoding="utf-8")
+    html, text = (site / page).read_text(encoding="utf-8"), shown(site, page)
     assert f'id="{name}"' in html
-    text = shown(site, page)
-    own = fields(described) if is_dataclass(described) else ()
-    for field in own:
-        assert f"{field.name}:{field.type}".replace(" ", "") in text
+    own = {field.name: field.type for field in fields(described)} if is_dataclass(described) else {}
+    assert [field for field, kind in own.items() if f"{field}:{kind}".replace(" ", "") not in text] == []
     for method, function in vars(described).items():
-        if method.startswith("_") or not inspect.isfunction(function) or method in {field.name for field in own}:
-            continue
-        assert f'id="{name}.{method}"' in html
-        for parameter in list(inspect.signature(function).parameters.values())[1:]:
-            annotation = "" if parameter.annotation is inspect.Parameter.empty else f":{parameter.annotation}"
-            assert f"{parameter.name}{annotation}".replace(" ", "").replace("'", "") in text.replace("'", ""), method
-        first = (function.__doc__ or "").split(".")[0].split("`")[0]
-        assert re.sub(r"\s+", "", first) in text, f"{name}.{method} has no docstring on its page"
+        if not method.startswith("_") and inspect.isfunction(function) and method not in own:
+            assert f'id="{name}.{method}"' in html
+            assert_signature(function, text)
+            first = (function.__doc__ or "").split(".")[0].split("`")[0]
+            assert re.sub(r"\s+", "", first) in text, f"{name}.{method} has no docstring on its page"
 
 
 @pytest.mark.parametrize("hook", HOOKS)
 def test_each_hook_has_a_page_with_its_parameters_and_its_example(site, hook):
-    directive = f"::: rlframework.plugins.hookspec.{hook}\n"
-    [page] = [page.stem for page in (DOCS / "hooks").glob("*.md") if directive in page.read_text(encoding="utf-8")]
-    html = (site / "hooks" / f"{page}.html").read_text(encoding="utf-8")
-    assert f'id="rlframework.plugins.hookspec.{hook}"' in html
-    text = shown(site, f"hooks/{page}.html")
-    function = getattr(hookspec, hook)
-    for parameter in inspect.signature(function).parameters.values():
-        assert f"{parameter.name}:{parameter.annotation}".replace(" ", "") in text
+    page = DESCRIBED[f"rlframework.plugins.hookspec.{hook}"].relative_to(DOCS).with_suffix(".html").as_posix()
+    assert f'id="rlframework.plugins.hookspec.{hook}"' in (site / page).read_text(encoding="utf-8")
+    function, text = getattr(hookspec, hook), shown(site, page)
+    assert_signature(function, text)
     examples = re.findall(r"^ *>>> (.*)$", function.__doc__, re.MULTILINE)
     assert examples
     assert all(re.sub(r"\s+", "", line) in text for line in examples)
-
-
-def test_the_page_of_the_primitives_names_those_that_must_be_there():
-    page = (DOCS / "interfaces" / "engine.md").read_text(encoding="utf-8")
-    listed = page.partition("The abstract methods are")[2].partition(". Methods")[0]
-    assert set(re.findall(r"`(\w+)`", listed)) == set(Engine.__abstractmethods__)
 
 
 @pytest.mark.thorough

@@ -1,7 +1,8 @@
-"""docs/write_a_backend.md is done as its reader would: in an empty folder, with the template, up to the last method.
+"""docs/write_a_backend.md and write_an_engine.md: their code is that of the example and of the template, and works.
 
-Its code is that of `examples/ddp_backend`, which conforms (`tests/examples/test_ddp_backend.py`).
-Here it has another name, because the example is installed in this environment under its own.
+The first is done as its reader would: in an empty folder, with the template, up to the last method. Its code is that of
+`examples/ddp_backend`, which conforms (`tests/examples/test_ddp_backend.py`). Here it has another name, because the
+example is installed in this environment under its own.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import ast
 import os
 import re
+import subprocess
+import sys
 import sysconfig
 import venv
 from pathlib import Path
@@ -17,14 +20,19 @@ import pytest
 from probe_shell import run_shell
 from ruff import find_ruff_bin
 
+from rlframework.interfaces.generation import GenerationEngine
 from rlframework.plugins.types import Capability
 from rlframework.policy.engine import Engine
 from rlframework_conformance import PolicyWorkerSuite
+from rlframework_tools.new_backend import ENGINE as KIND
+from rlframework_tools.new_backend import plugin_files
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "ddp_backend"
 PAGE = (ROOT / "docs" / "write_a_backend.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r'^```(\w*)(?: title="([^"]+)")?\n(.*?)^```$', PAGE, re.MULTILINE | re.DOTALL)
+ENGINE_PAGE = (ROOT / "docs" / "write_an_engine.md").read_text(encoding="utf-8")
+BLOCK = re.compile(r'^```(\w*)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
+BLOCKS, OF_ENGINE = BLOCK.findall(PAGE), BLOCK.findall(ENGINE_PAGE)
 ENGINE = "rlframework_ddp/engine.py"
 
 
@@ -111,21 +119,49 @@ def test_the_page_leads_from_nothing_to_a_backend(tmp_path):
 
 
 @pytest.mark.parametrize("path", ["plugin.py", "config.py", "engine.py"])
-def test_the_code_of_the_page_is_that_of_the_example(path):
+def test_the_code_of_a_page_is_that_of_the_example_and_of_the_template(path):
     name = f"rlframework_ddp/{path}"
-    shown = "\n".join(text for _, title, text in BLOCKS if title == name)
-    assert shown == (EXAMPLE / name).read_text()
+    assert "\n".join(text for _, title, text in BLOCKS if title == name) == (EXAMPLE / name).read_text()
+    name = f"rlframework_plain/{path}"
+    assert "\n".join(text for _, title, text in OF_ENGINE if title == name) == plugin_files("plain", KIND)[name]
 
 
 def test_every_primitive_capability_and_test_that_is_named_is_there():
-    words = set(re.findall(r"\b[a-z_]+\b", PAGE))
+    words, named = names_of(PAGE)
     assert set(Engine.__abstractmethods__) <= words
-    named = {
-        word for line in PAGE.splitlines() if line.startswith("| `") for word in re.findall(r"`([A-Z_0-9]+)`", line)
-    }
     assert named == set(Capability.__members__) - {"IN_FLIGHT_UPDATE", "LORA_REFIT", "EPISODES"}  # of other parts
     tests = set(re.findall(r"\btest_[a-z_]+\b", PAGE)) - {"test_conformance"}
     assert tests <= set(PolicyWorkerSuite.tests())
+    words, named = names_of(ENGINE_PAGE)
+    optional = {"pause", "resume", "attach", "release", "restore", "close"}
+    assert set(GenerationEngine.__abstractmethods__) - {"__init__"} | optional <= words
+    assert named == {"IPC_REFIT", "COLLECTIVE_REFIT", "LORA_REFIT", "IN_FLIGHT_UPDATE", "EMBEDDED_GENERATION"}
+
+
+def names_of(page):
+    """The words of a page, and the capabilities in the rows of its tables."""
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    named = {word for line in rows for word in re.findall(r"`([A-Z_0-9]{4,})`", line)}
+    return set(re.findall(r"\b[a-z_]+\b", page)), named
+
+
+@pytest.mark.thorough
+def test_the_engine_conforms(tmp_path):
+    """As an installed distribution: its metadata are on the path of a process of its own."""
+    for path, text in plugin_files("plain", KIND).items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    metadata = tmp_path / "rlframework_plain-0.1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: rlframework-plain\nVersion: 0.1.0\n")
+    (metadata / "entry_points.txt").write_text("[rlframework]\nplain = rlframework_plain.plugin\n")
+    found = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", "rlframework.cli", "conformance", "plain"]
+    own = os.environ | {"PYTHONPATH": found, "COLUMNS": "200"}
+    done = subprocess.run(command, cwd=tmp_path, env=own, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert "CONFORMANT" in done.stdout.replace("NOT CONFORMANT", "")
+    assert "NOT CONFORMANT" not in done.stdout
 
 
 def test_the_runner_of_the_page_can_fail(tmp_path):

@@ -25,20 +25,6 @@ def unordered(samples: Any) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.slow
-def test_default_is_two_terms_of_up_to_two_digits() -> None:
-    environment = make()
-    train, validation = environment.samples("train"), environment.samples("validation")
-    assert (len(train), len(validation)) == (8192, 256)
-    sample = next(s for s in train if s.metadata["terms"][0] >= 10)
-    a, b = sample.metadata["terms"]
-    assert sample.messages == ({"role": "user", "content": f"{a}+{b}="},)
-    assert sample.answer == sample.completion == str(a + b)
-    terms = [t for s in train for t in s.metadata["terms"]]
-    assert (min(terms), max(terms)) == (0, 99)
-    assert 48 < sum(terms) / len(terms) < 51
-
-
-@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6), st.integers(0, 20), st.integers(1, 30), st.integers(2, 3), st.integers(1, 60))
 def test_nothing_held_out_is_trained_on(seed: int, low: int, width: int, terms: int, held_out: int) -> None:
@@ -60,11 +46,8 @@ def test_a_small_space_is_used_up() -> None:
     every = {(a, b) for a in range(3) for b in range(3)}
     expected = {pair for pair in every if tuple(sorted(pair)) not in held}
     assert {s.metadata["terms"] for s in environment.samples("train")} == expected
-
-
-def test_large_numbers_are_drawn_not_listed() -> None:
-    environment = make(digits=9, terms=3, train_samples=50, validation_samples=10)
-    assert (len(environment.samples("train")), len(environment.samples("validation"))) == (50, 10)
+    with pytest.raises(DataError, match=r"validation_samples is 6, but there are only 6 .* hold out at most 5"):
+        make(operands=(0, 2), validation_samples=6)
 
 
 @pytest.mark.slow
@@ -78,24 +61,6 @@ def test_the_seed_decides_in_every_process() -> None:
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert output.stdout.strip() == str(here)
     assert here != [s.id for s in make(5, train_samples=5, validation_samples=3).samples("validation")]
-
-
-def test_holding_out_everything() -> None:
-    """0 to 1: the sums 0+0, 0+1 and 1+1."""
-    with pytest.raises(DataError, match=r"validation_samples is 3, but there are only 3 .* hold out at most 2"):
-        make(operands=(0, 1), validation_samples=3)
-    assert len(make(operands=(0, 1), validation_samples=2).samples("train")) in (1, 2)
-
-
-@pytest.mark.slow
-def test_prompt_template_and_system_prompt() -> None:
-    environment = make(terms=3, prompt="What is {a} plus {b} plus {c}?", system_prompt="You add.")
-    sample = environment.samples("train")[0]
-    a, b, c = sample.metadata["terms"]
-    assert sample.messages == (
-        {"role": "system", "content": "You add."},
-        {"role": "user", "content": f"What is {a} plus {b} plus {c}?"},
-    )
 
 
 @pytest.mark.parametrize(
@@ -135,8 +100,11 @@ def test_reading_answers(text: str, how: str, answer: str | None) -> None:
 
 
 def test_step_scores_the_last_turn_of_each() -> None:
-    environment = make(answer="last_integer")
+    environment = make(answer="last_integer", terms=3, prompt="What is {a} plus {b} plus {c}?", system_prompt="Add.")
     samples = environment.samples("train")[:3]
+    a, b, c = samples[0].metadata["terms"]
+    asked = ({"role": "system", "content": "Add."}, {"role": "user", "content": f"What is {a} plus {b} plus {c}?"})
+    assert (samples[0].messages, samples[0].answer) == (asked, str(a + b + c))
     texts = [f"it is {samples[0].answer}", f"{int(samples[1].answer) + 1}", ""]
     turns = [[*s.messages, {"role": "assistant", "content": t}] for s, t in zip(samples, texts, strict=True)]
     outcomes = environment.step(samples, turns)  # type: ignore[arg-type]
@@ -145,13 +113,3 @@ def test_step_scores_the_last_turn_of_each() -> None:
     assert all(o.done and o.observations == () for o in outcomes)
     with pytest.raises(BatchError, match="must end with an assistant message"):
         environment.step(samples[:1], [list(samples[0].messages)])
-
-
-@pytest.mark.slow
-def test_environments_are_light() -> None:
-    code = (
-        "import sys, rlframework.environments.addition, rlframework.environments.gsm8k\n"
-        "heavy = {'torch', 'transformers', 'datasets', 'math_verify', 'sympy', 'ray'} & set(sys.modules)\n"
-        "assert not heavy, heavy"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

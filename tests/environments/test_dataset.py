@@ -11,12 +11,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlframework.base.errors import DataError
-from rlframework.config.environments import DatasetConfig
+from rlframework.config.environments import DatasetConfig, Gsm8kConfig
 from rlframework.datasets.loader import PromptLoader
 from rlframework.datasets.sources.memory import given_rows
-from rlframework.datasets.sources.rows import JsonlRows
 from rlframework.environments import dataset
 from rlframework.environments.dataset import DatasetEnvironment
+from rlframework.environments.gsm8k import Gsm8kEnvironment
 from rlframework.environments.math_answers import is_comparable
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -42,14 +42,6 @@ def sums(count: int, start: int = 0) -> list[dict[str, Any]]:
 
 def answers(environment: DatasetEnvironment, split: Any) -> list[str]:
     return [sample.answer for sample in environment.samples(split)]
-
-
-@pytest.mark.parametrize("scoring", [{}, {"check": "exact"}])
-def test_metadata_is_the_whole_row(tmp_path: Path, scoring: dict[str, str]) -> None:
-    rows = [{"prompt": f"{n}?", "answer": str(n), "store": {"apples": n}} for n in range(4)]
-    environment = make(write(tmp_path / "rows.jsonl", *rows), validation_fraction=0.25, instruction=" Go.", **scoring)
-    found = [sample.metadata for split in ("train", "validation") for sample in environment.samples(split)]  # type: ignore[arg-type]
-    assert sorted(found, key=lambda row: str(row["answer"])) == rows
 
 
 def test_real_questions_judged_by_math() -> None:
@@ -85,14 +77,6 @@ def test_samples_of_conversations(tmp_path: Path, suffix: str) -> None:
     assert first.id == ("a-1" if suffix == "jsonl" else "a-0")
 
 
-def test_the_exact_check(tmp_path: Path) -> None:
-    environment = make(write(tmp_path / "a.jsonl", *sums(3)), check="exact")
-    sample = environment.samples("train")[0]
-    assert environment.score(sample, f" {sample.answer}\n") == 1.0
-    assert environment.score(sample, f"{sample.answer}.0") == 0.0
-    assert environment.score(sample, "") == 0.0
-
-
 def test_without_a_check_there_are_samples_and_no_judge(tmp_path: Path) -> None:
     environment = make(write(tmp_path / "a.jsonl", {"text": "one"}, {"text": "two"}))
     assert not environment.scores
@@ -113,7 +97,6 @@ def test_without_a_check_there_are_samples_and_no_judge(tmp_path: Path) -> None:
             {"check": "math"},
             "check=math cannot compare the answer 'Paris' .*exact",
         ),
-        ({"question": "q", "answer": "#### \\sqrt{2}"}, {"check": "math"}, "environment.check=math cannot compare"),
         ({"question": "q", "answer": "####"}, {"check": "math"}, "cannot compare the answer ''"),
         ({"question": "q", "answer": ""}, {"check": "math"}, "the last assistant turn is empty"),
         ({"a": "b"}, {}, r"no conversation in the columns \['a'\]"),
@@ -127,27 +110,33 @@ def test_a_row_that_does_not_fit_is_named_at_the_start(tmp_path: Path, row, conf
         make(path, **config)
 
 
-def test_a_share_is_held_out_with_all_copies(tmp_path: Path) -> None:
+def gsm8k(path: Path, seed: int, **config: Any) -> Gsm8kEnvironment:
+    return Gsm8kEnvironment(Gsm8kConfig(train_path=path, **config), seed=seed)
+
+
+@pytest.mark.parametrize("environment_of", [make, gsm8k])
+def test_a_share_is_held_out_with_all_copies(tmp_path: Path, environment_of: Any) -> None:
     """Forty rows of twenty questions, the copies in other spelling; a fifth is four questions."""
-    rows = [{"question": f"How much is {n}?", "answer": n} for n in range(20)]
-    rows += [{"question": f" how  MUCH is {n}?", "answer": n} for n in range(20)]
+    rows = [{"question": f"How much is {n}?", "answer": f"#### {n}"} for n in range(20)]
+    rows += [{"question": f" how  MUCH is {n}?", "answer": f"#### {n}"} for n in range(20)]
     path = write(tmp_path / "a.jsonl", *rows)
-    environment = make(path, 3, check="exact", validation_fraction=0.2)
+    environment = environment_of(path, 3, validation_fraction=0.2)
     train, validation = answers(environment, "train"), answers(environment, "validation")
-    assert (len(train), len(validation)) == (32, 8)
-    assert len(set(validation)) == 4
+    assert (len(train), len(validation), len(set(validation))) == (32, 8, 4)
     assert not set(train) & set(validation)
-    ids = [sample.id for sample in environment.samples("train")]
-    assert ids == sorted(ids, key=lambda name: int(name.removeprefix("a-")))  # in the order of the data
-    assert answers(make(path, 3, check="exact", validation_fraction=0.2), "validation") == validation
-    assert answers(make(path, 4, check="exact", validation_fraction=0.2), "validation") != validation
+    assert train == sorted(train[:16], key=lambda text: int(text.split()[-1])) * 2  # in the order of the data
+    assert answers(environment_of(path, 3, validation_fraction=0.2), "validation") == validation
+    assert answers(environment_of(path, 4, validation_fraction=0.2), "validation") != validation
+    nothing = environment_of(path, 3, validation_fraction=0.0)
+    assert (len(answers(nothing, "train")), answers(nothing, "validation")) == (40, [])
 
 
 def test_prompts_of_validation_leave_train(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     train = write(tmp_path / "a.jsonl", *sums(4))
     test = write(tmp_path / "b.parquet", {"question": " 2+1? ", "answer": 3})
     environment = make(train, validation_path=str(test), check="exact")
-    assert answers(environment, "validation") == ["3"]
+    [sample] = environment.samples("validation")
+    assert [environment.score(sample, text) for text in (" 3\n", "3.0", "")] == [1.0, 0.0, 0.0]
     assert caplog.messages == []  # an evaluation trains on nothing
     for _ in range(2):
         assert answers(environment, "train") == ["1", "2", "4"]
@@ -208,47 +197,14 @@ def test_of_many_rows_some_are_looked_at(tmp_path: Path, monkeypatch: pytest.Mon
         make(write(tmp_path / "c.jsonl", *sums(8), {"a": "b"}))
 
 
-@pytest.mark.slow
-def test_hundreds_of_thousands_of_rows_are_not_read_to_begin_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, count = tmp_path / "a.jsonl", 200_000
-    with path.open("w", encoding="utf-8") as file:
-        file.writelines(f'{{"question": "{n}+1?", "answer": {n + 1}}}\n' for n in range(count))
-    read, reads = JsonlRows.__getitem__, []
-
-    def counted(self: JsonlRows, index: int) -> Any:
-        reads.append(index)
-        return read(self, index)
-
-    monkeypatch.setattr(JsonlRows, "__getitem__", counted)
-    train = make(path, check="math").samples("train")
-    assert len(reads) == dataset.PROBED
-    assert len(train) == count - 1024
-    assert len({train[number].answer for number in (0, 10, -1)}) == 3
-    assert len(train.sizes()) == len(train)  # type: ignore[attr-defined]
+@pytest.mark.parametrize("gold", ["18", "-1,800.50", "\\frac{1}{2}", "$18", "\\boxed{4}", "5\\text{ cm}", "2+3"])
+def test_math_can_compare_numbers(gold: str) -> None:
+    assert is_comparable(gold)
 
 
-@pytest.mark.parametrize(
-    ("gold", "comparable"),
-    [
-        ("18", True),
-        ("-1,800.50", True),
-        ("\\frac{1}{2}", True),
-        ("$18", True),
-        ("\\boxed{4}", True),
-        ("5\\text{ cm}", True),
-        ("2+3", True),
-        ("\\frac{\\sqrt{3}}{2}", False),
-        ("x^2", False),
-        ("Paris", False),
-        ("3:20 pm", False),
-        ("", False),
-        ("(", False),
-    ],
-)
-def test_what_math_can_compare(gold: str, comparable: bool) -> None:
-    assert is_comparable(gold) is comparable
+@pytest.mark.parametrize("gold", ["\\frac{\\sqrt{3}}{2}", "x^2", "Paris", "3:20 pm", "", "("])
+def test_math_cannot_compare_other_answers(gold: str) -> None:
+    assert not is_comparable(gold)
 
 
 def mixture(folder: Path, **config: Any) -> DatasetEnvironment:
@@ -295,6 +251,8 @@ def test_rows_from_python_are_split_like_those_of_a_file(tmp_path: Path) -> None
     for split in ("train", "validation"):
         assert answers(given, split) == answers(from_file, split)
     assert given.samples("train")[0].id.startswith("train-")
+    found = [sample.metadata for split in ("train", "validation") for sample in given.samples(split)]
+    assert sorted(found, key=lambda row: row["answer"]) == sums(40)
     both = given_rows({"train": sums(6), "validation": sums(3)})
     given = DatasetEnvironment(DatasetConfig().with_given(both, "x"), seed=0)
     assert answers(given, "train") == [str(row["answer"]) for row in sums(6)[3:]]
@@ -320,9 +278,3 @@ def test_rows_from_python_are_split_like_those_of_a_file(tmp_path: Path) -> None
 def test_sections_that_name_no_data_or_too_much(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DatasetConfig(**config)
-
-
-def test_a_fraction_of_0_holds_out_nothing(tmp_path: Path) -> None:
-    environment = make(write(tmp_path / "rows.jsonl", *sums(3)), check="exact", validation_fraction=0.0)
-    assert answers(environment, "train") == ["1", "2", "3"]
-    assert answers(environment, "validation") == []

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from rlframework.base.errors import DataError
 from rlframework.config.environments import Gsm8kConfig
-from rlframework.environments.gsm8k import Gsm8kEnvironment, gold_answer
+from rlframework.environments.gsm8k import Gsm8kEnvironment
 from rlframework.environments.math_answers import same_answer
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -32,7 +32,7 @@ def row(question: str, answer: str = "#### 1") -> dict[str, str]:
     return {"question": question, "answer": answer}
 
 
-def test_real_rows() -> None:
+def test_real_rows_are_judged() -> None:
     environment = make(train_path=TRAIN, validation_path=TEST, instruction=" Go.", system_prompt="Be brief.")
     train, validation = environment.samples("train"), environment.samples("validation")
     assert (len(train), len(validation)) == (20, 20)
@@ -43,19 +43,13 @@ def test_real_rows() -> None:
     assert train[0].completion == (
         "Natalia sold 48/2 = 24 clips in May.\nNatalia sold 48+24 = 72 clips altogether in April and May.\n#### 72"
     )
+    for sample in [*train, *validation]:
+        wrong = sample.completion.replace(f"#### {sample.answer}", f"#### {sample.answer}1")
+        assert [environment.score(sample, text) for text in (sample.completion, wrong)] == [1.0, 0.0]
     kept = make(train_path=TRAIN, validation_path=TEST, calculator_annotations=True).samples("train")[0]
     assert "<<48/2=24>>" in kept.completion
     few = make(train_path=TRAIN, validation_path=TEST, max_samples=7, max_validation_samples=3)
     assert (len(few.samples("train")), len(few.samples("validation"))) == (7, 3)
-
-
-def test_gold_solutions_are_right_and_others_are_not() -> None:
-    environment = make(train_path=TRAIN, validation_path=TEST)
-    samples = [*environment.samples("train"), *environment.samples("validation")]
-    assert all(environment.score(sample, sample.completion) == 1.0 for sample in samples)
-    for sample in samples:
-        wrong = sample.completion.replace(f"#### {sample.answer}", f"#### {sample.answer}1")
-        assert environment.score(sample, wrong) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -124,36 +118,6 @@ def test_format_reward() -> None:
     assert [o.metrics["format"] for o in outcomes] == [0.25, 0.25, 0.0, 0.0]
 
 
-def test_a_share_is_held_out_with_all_copies(tmp_path: Path) -> None:
-    """Forty rows of twenty questions, the copies in other spelling; a fifth is four questions."""
-    rows = [row(f"How much is {i}?", f"#### {i}") for i in range(20)]
-    rows += [row(f" how  MUCH is {i}?", f"#### {i}") for i in range(20)]
-    path = write(tmp_path / "rows.jsonl", rows)
-    environment = make(3, train_path=path, validation_fraction=0.2)
-    train = {s.answer for s in environment.samples("train")}
-    validation = {s.answer for s in environment.samples("validation")}
-    assert len(validation) == 4
-    assert len(train) == 16
-    assert not train & validation
-    assert len(environment.samples("train")) == 32
-    assert len(environment.samples("validation")) == 8
-    again = make(3, train_path=path, validation_fraction=0.2)
-    assert [s.id for s in again.samples("train")] == [s.id for s in environment.samples("train")]
-    other = make(4, train_path=path, validation_fraction=0.2)
-    assert {s.answer for s in other.samples("validation")} != validation
-
-
-def test_validation_questions_leave_train(tmp_path: Path) -> None:
-    train = write(tmp_path / "train.jsonl", [row("One?"), row("two?"), row("Three?")])
-    test = write(tmp_path / "test.jsonl", [row("TWO? ")])
-    questions = [s.metadata["question"] for s in make(train_path=train, validation_path=test).samples("train")]
-    assert questions == ["One?", "Three?"]
-    with pytest.raises(DataError, match="a single question cannot be split"):
-        make(train_path=test)
-    with pytest.raises(DataError, match="no training sample is left"):
-        make(train_path=test, validation_path=train)
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -171,13 +135,26 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
         make(train_path=path)
 
 
-def test_sources_in_the_configuration() -> None:
-    with pytest.raises(ValidationError, match="set either train_path"):
-        Gsm8kConfig()
-    with pytest.raises(ValidationError, match="set either train_path"):
-        Gsm8kConfig(train_path=TRAIN, dataset="openai/gsm8k")
-    with pytest.raises(ValidationError, match="with dataset, set validation_split"):
-        Gsm8kConfig(dataset="openai/gsm8k", validation_path=TEST)
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        ({}, "set either train_path"),
+        ({"train_path": TRAIN, "dataset": "openai/gsm8k"}, "set either train_path"),
+        ({"dataset": "openai/gsm8k", "validation_path": TEST}, "with dataset, set validation_split"),
+    ],
+)
+def test_sections_that_name_no_data_or_too_much(config: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValidationError, match=problem):
+        Gsm8kConfig(**config)
+
+
+def test_validation_questions_leave_train(tmp_path: Path) -> None:
+    train = write(tmp_path / "train.jsonl", [row("One?"), row("two?"), row("Three?")])
+    test = write(tmp_path / "test.jsonl", [row("TWO? ")])
+    questions = [s.metadata["question"] for s in make(train_path=train, validation_path=test).samples("train")]
+    assert questions == ["One?", "Three?"]
+    with pytest.raises(DataError, match="no training sample is left"):
+        make(train_path=test, validation_path=train)
 
 
 @pytest.mark.slow
@@ -200,21 +177,3 @@ def test_a_datasets_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     (broken / "train.jsonl").write_text("{]", encoding="utf-8")
     with pytest.raises(DataError, match=r"broken/train\.jsonl, line 1: not JSON"):
         make(dataset=str(broken), subset=None)
-
-
-@pytest.mark.parametrize(
-    ("text", "gold"),
-    [
-        ("a\n#### 1,234", "1234"),
-        ("#### -5 ", "-5"),
-        ("####42\n", "42"),
-        ("####", None),
-    ],
-)
-def test_gold_answer(text: str, gold: str | None) -> None:
-    assert gold_answer(text) == gold
-
-
-def test_a_fraction_of_0_holds_out_nothing(tmp_path: Path) -> None:
-    environment = make(train_path=write(tmp_path / "one.jsonl", [row("One?")]), validation_fraction=0.0)
-    assert (len(environment.samples("train")), len(environment.samples("validation"))) == (1, 0)

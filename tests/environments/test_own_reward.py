@@ -23,19 +23,18 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("folder")]
 here_and_in_a_process = pytest.mark.parametrize("timeout", [None, 60.0], ids=["here", "process"])
 
 
-@here_and_in_a_process
 @pytest.mark.parametrize(
-    ("function", "expected"),
+    ("function", "expected", "timeout"),
     [
-        ("lengths", [0, 1, 2]),
-        ("with_default", [0, 2, 4]),
-        ("partial", [0, 3, 6]),
-        ("scorer", [0.5, 0.5, 0.5]),
-        ("scorer.method", [0.25, 0.25, 0.25]),
-        ("together", [0, 1, 2]),
-        ("tensor", [0, 1, 2]),
-        ("generator", [1, 1, 1]),
-        ("scalars", [0.5, 1.0, 2.0]),
+        ("lengths", [0, 1, 2], None),
+        ("with_default", [0, 2, 4], None),
+        ("partial", [0, 3, 6], 60.0),
+        ("scorer", [0.5, 0.5, 0.5], 60.0),
+        ("scorer.method", [0.25, 0.25, 0.25], 60.0),
+        ("together", [0, 1, 2], 60.0),
+        ("tensor", [0, 1, 2], None),
+        ("generator", [1, 1, 1], None),
+        ("scalars", [0.5, 1.0, 2.0], 60.0),
     ],
 )
 def test_accepted_functions(make, function: str, expected: list[float], timeout: float | None) -> None:
@@ -45,8 +44,7 @@ def test_accepted_functions(make, function: str, expected: list[float], timeout:
     assert environment.scores
 
 
-@here_and_in_a_process
-@pytest.mark.parametrize("function", ["everything", "one"])
+@pytest.mark.parametrize(("function", "timeout"), [("everything", None), ("one", 60.0)])
 def test_each_answer_comes_with_its_own_prompt_and_row(make, function: str, timeout: float | None) -> None:
     environment = make(function, reward_timeout=timeout)
     right = [f"{sample.answer}!" for sample in environment.samples("train")[:3]]
@@ -150,7 +148,6 @@ def test_no_process_outlives_the_environment(make) -> None:
     environment.shutdown()
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid), 0)
-    assert rewards(make("process_id", reward_timeout=None), ["x"]) == [os.getpid()]
 
 
 def test_no_process_outlives_a_killed_driver(folder: Path) -> None:
@@ -179,17 +176,29 @@ def test_no_process_outlives_a_killed_driver(folder: Path) -> None:
         time.sleep(0.05)
 
 
+@pytest.fixture
+def rows(folder: Path):
+    """`rows(row, ...)`: the rows of the environment that is made."""
+
+    def write(*rows: dict[str, Any], name: str = "rows.jsonl") -> None:
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    return write
+
+
 @here_and_in_a_process
-def test_functions_of_trl(make, timeout: float | None) -> None:
-    """They get prompts, completions and every other column of the rows as lists, by name."""
+def test_functions_of_trl(make, rows, timeout: float | None) -> None:
+    """They get prompts, completions and every other column of the rows as lists, by name; the answer by two names."""
     assert rewards(make("trl", reward_timeout=timeout), ["0", "x", "2"]) == [1.0, 0.0, 1.0]
     assert rewards(make("trl_async", reward_timeout=timeout), ["x", "xy"]) == [1.0, 2.0]
+    rows(*({"prompt": f"{n}?", "solution": str(n)} for n in range(4)))
+    made = make("trl_answers", reward_timeout=timeout, columns={"answer": "solution"})
+    assert rewards(made, [made.samples("train")[0].answer, "x"]) == [1.0, 0.0]
 
 
 @pytest.mark.parametrize("column", ["prompt", "asked"])
-def test_functions_of_trl_get_messages_where_the_prompt_is_messages(make, folder: Path, column: str) -> None:
-    rows = [{column: [{"role": "user", "content": f"{n}?"}], "level": str(n)} for n in range(4)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+def test_functions_of_trl_get_messages_where_the_prompt_is_messages(make, rows, column: str) -> None:
+    rows(*({column: [{"role": "user", "content": f"{n}?"}], "level": str(n)} for n in range(4)))
     made = make("trl_messages", reward_timeout=None, columns={"prompt": column})
     assert rewards(made, ["same", "other"]) == [1.0, 0.0]
 
@@ -201,34 +210,21 @@ def test_an_error_of_a_call_with_all_answers_names_no_sample(make) -> None:
     assert "ValueError: no reward for anything" in str(error.value)
 
 
-@here_and_in_a_process
-def test_functions_of_trl_get_the_answer_under_both_names(make, folder: Path, timeout: float | None) -> None:
-    rows = [{"prompt": f"{n}?", "solution": str(n)} for n in range(4)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    made = make("trl_answers", reward_timeout=timeout, columns={"answer": "solution"})
-    answer = made.samples("train")[0].answer
-    assert rewards(made, [answer, "x"]) == [1.0, 0.0]
-
-
-VERL_ROW = {"data_source": "sums", "prompt": [{"role": "user", "content": "2+2?"}], "extra_info": {"index": 7}}
-
-
-@here_and_in_a_process
-@pytest.mark.parametrize("function", ["compute_score", "compute_score_async"])
-def test_functions_of_verl(make, folder: Path, function: str, timeout: float | None) -> None:
+@pytest.mark.parametrize(("function", "timeout"), [("compute_score", None), ("compute_score_async", 60.0)])
+def test_functions_of_verl(make, rows, function: str, timeout: float | None) -> None:
     """They get values of the row by name; of a dict with `score`, numbers become metrics and texts are left out."""
-    rows = [VERL_ROW | {"n": n, "reward_model": {"style": "rule", "ground_truth": "4"}} for n in range(2)]
-    (folder / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "rows.jsonl").write_text((folder / "held.jsonl").read_text().replace("2+2", "3+1"))
+    for name, sum_ in (("held.jsonl", "2+2?"), ("rows.jsonl", "3+1?")):
+        asked = {"data_source": "sums", "prompt": [{"role": "user", "content": sum_}], "extra_info": {"index": 7}}
+        asked |= {"reward_model": {"style": "rule", "ground_truth": "4"}}
+        rows(*(asked | {"n": n} for n in range(2)), name=name)
     outcomes = scored(make(function, reward_timeout=timeout, validation_path="held.jsonl"), ["4", "5"])
     assert [outcome.reward for outcome in outcomes] == [1.0, -1.0]
     assert outcomes[0].metrics == {"acc": 1.0, "reward_failures": 0.0}
 
 
-def test_functions_of_verl_get_the_answer_of_rows_in_other_layouts(make, folder: Path) -> None:
+def test_functions_of_verl_get_the_answer_of_rows_in_other_layouts(make, rows) -> None:
     """Without the parameters that have a default; columns without which the function cannot be called are errors."""
-    rows = [{"prompt": f"{n}+1?", "solution": {"text": str(n + 1)}} for n in range(3)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows(*({"prompt": f"{n}+1?", "solution": {"text": str(n + 1)}} for n in range(3)))
     made = make("short_score", reward_timeout=None, columns={"answer": "solution.text"})
     assert rewards(made, [made.samples("train")[0].answer, "x"]) == [1.0, 0.0]
     with pytest.raises(
@@ -251,16 +247,8 @@ class Spiteful:
         raise RuntimeError("repr")
 
 
-VALUES = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(),
-    st.floats(),
-    st.text(),
-    st.binary(),
-    st.complex_numbers(),
-    st.builds(Spiteful),
-)
+NUMBERS = (st.integers(), st.floats(), st.complex_numbers())
+VALUES = st.one_of(st.none(), st.booleans(), st.text(), st.binary(), st.builds(Spiteful), *NUMBERS)
 
 
 @given(st.one_of(VALUES, st.lists(VALUES), st.dictionaries(st.sampled_from(["reward", "accuracy", 3]), VALUES)))

@@ -1,8 +1,9 @@
-"""The character tokenizer, loading, and the small models made of it."""
+"""Tokenizers and chat templates: the character tokenizer, loading, and the small models made of it."""
 
 from __future__ import annotations
 
 import logging
+import os
 import pickle
 import re
 from pathlib import Path
@@ -10,43 +11,35 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from transformers import modeling_utils
 
 from rlframework.base.errors import ConfigError, DataError
 from rlframework.huggingface import hub
 from rlframework.huggingface.model_directories import make_llama
-from rlframework.huggingface.tokenizer import character_tokenizer, load_tokenizer, tokenizer_fingerprint
+from rlframework.huggingface.tokenizer import (
+    character_tokenizer,
+    check_chat_template,
+    load_tokenizer,
+    read_chat_template,
+    tokenizer_fingerprint,
+)
 
 ALPHABET = "0123456789+-= \n.aé漢"
 TOKENIZER = character_tokenizer(ALPHABET)
 
 
-@given(st.text(alphabet=ALPHABET))
-def test_round_trip(text: str) -> None:
-    ids = TOKENIZER(text)["input_ids"]
-    assert ids == [2 + ALPHABET.index(character) for character in text]
-    assert TOKENIZER.decode(ids) == text
-    assert TOKENIZER.decode([*ids, 1, 0], skip_special_tokens=True) == text
-
-
-def test_written_and_read(tmp_path: Path) -> None:
+def test_text_is_the_same_after_tokens_and_files(tmp_path: Path) -> None:
     TOKENIZER.save_pretrained(tmp_path)
-    loaded = load_tokenizer(str(tmp_path))
     text = "1 + 2\n= 漢é"
-    assert loaded(text)["input_ids"] == TOKENIZER(text)["input_ids"]
-    assert loaded.decode(loaded(text)["input_ids"]) == text
-    assert (loaded.pad_token_id, loaded.eos_token_id, loaded.bos_token_id) == (0, 1, None)
-    assert len(loaded) == 2 + len(ALPHABET)
-
-
-def test_begin_token(tmp_path: Path) -> None:
-    tokenizer = character_tokenizer("ab", bos=True)
-    tokenizer.save_pretrained(tmp_path)
-    for each in (tokenizer, load_tokenizer(str(tmp_path))):
-        assert each("ba")["input_ids"] == [2, 4, 3]
-        assert each("ba", add_special_tokens=False)["input_ids"] == [4, 3]
+    for tokenizer in (TOKENIZER, load_tokenizer(str(tmp_path))):
+        ids = tokenizer(text)["input_ids"]
+        assert ids == [2 + ALPHABET.index(character) for character in text]
+        assert tokenizer.decode(ids) == tokenizer.decode([*ids, 1, 0], skip_special_tokens=True) == text
+        assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id) == (0, 1, None)
+        assert len(tokenizer) == 2 + len(ALPHABET)
+    character_tokenizer("ab", bos=True).save_pretrained(tmp_path)
+    for tokenizer in (character_tokenizer("ab", bos=True), load_tokenizer(str(tmp_path))):
+        assert tokenizer("ba")["input_ids"] == [2, 4, 3]
+        assert tokenizer("ba", add_special_tokens=False)["input_ids"] == [4, 3]
 
 
 @pytest.mark.parametrize("alphabet", ["", "aa", ["ab"], [""]])
@@ -55,16 +48,16 @@ def test_bad_alphabets(alphabet: Any) -> None:
         character_tokenizer(alphabet)
 
 
-def test_no_such_model(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no tokenizer can be loaded from .*nowhere.*policy\.model_name"):
-        load_tokenizer(str(tmp_path / "nowhere"))
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [("nowhere", r".*policy\.model_name"), ("described", "lacks the tokenizer's files"), ("empty", "")],
+)
+def test_a_folder_without_a_tokenizer_is_told(tmp_path: Path, name: str, problem: str) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "described").mkdir()
     (tmp_path / "described" / "config.json").write_text('{"model_type": "qwen2", "vocab_size": 100}')
-    with pytest.raises(DataError, match=r"no tokenizer can be loaded from .*lacks the tokenizer's files"):
-        load_tokenizer(str(tmp_path / "described"))
-    with pytest.raises(DataError, match=r"no tokenizer can be loaded from .*empty"):
-        load_tokenizer(str(tmp_path / "empty"))
+    with pytest.raises(DataError, match=rf"no tokenizer can be loaded from .*{name}.*{problem}"):
+        load_tokenizer(str(tmp_path / name))
 
 
 @pytest.fixture
@@ -84,29 +77,30 @@ def lookups(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool, bool]]:
     return seen
 
 
-@pytest.mark.parametrize("name", ["./model", "../m", "/no/such/model", "~/m", "runs/sft/model", "there/model"])
-def test_what_looks_like_a_path_is_not_asked_of_the_hub(
-    lookups: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
+@pytest.mark.parametrize(
+    ("name", "asked"),
+    [
+        *((path, False) for path in ("./model", "../m", "/no/such/model", "~/m", "runs/sft/model", "there/model")),
+        ("gpt2", True),
+        ("nobody/no-such-model", True),
+    ],
+)
+def test_the_hub_is_asked_for_what_does_not_look_like_a_path(
+    lookups: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+    asked: bool,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there").mkdir()
-    with pytest.raises(DataError, match="there is no such model directory"):
-        load_tokenizer(name)
-    assert lookups == [(name, True, False)]
-    assert not caplog.messages
-
-
-@pytest.mark.parametrize("name", ["gpt2", "nobody/no-such-model"])
-def test_the_hub_is_asked_with_one_line(
-    lookups: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
     before = logging.getLogger("huggingface_hub").getEffectiveLevel()
-    with pytest.raises(DataError, match="the hub cannot be reached"):
+    with pytest.raises(DataError, match="the hub cannot be reached" if asked else "there is no such model directory"):
         load_tokenizer(name)
-    assert lookups == [(name, False, False)]
+    assert lookups == [(name, not asked, False)]
     assert logging.getLogger("huggingface_hub").getEffectiveLevel() == before
-    assert caplog.messages == [f"there is no directory {name!r} here: asking the Hugging Face hub for it"]
+    assert caplog.messages == [f"there is no directory {name!r} here: asking the Hugging Face hub for it"] * asked
 
 
 def test_pad_falls_back_to_the_end_token(tmp_path: Path) -> None:
@@ -183,22 +177,55 @@ def test_make_llama(tmp_path: Path) -> None:
     config = models[0].config
     assert (config.vocab_size, config.num_key_value_heads, config.eos_token_id) == (len(TOKENIZER), 2, 1)
     assert load_tokenizer(str(paths[0]))("1+1")["input_ids"] == TOKENIZER("1+1")["input_ids"]
+    with pytest.raises(ConfigError, match=r"hidden \(16\) must be a multiple of heads \(3\)"):
+        make_llama(tmp_path / "m", TOKENIZER, hidden=16, heads=3)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c"]
 
 
-def test_make_llama_with_heads_that_do_not_divide(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"hidden \(16\) must be a multiple of heads \(3\)"):
-        make_llama(tmp_path / "m", TOKENIZER, hidden=16, heads=3)
-    assert not (tmp_path / "m").exists()
+@pytest.mark.slow
+def test_a_template_with_the_tags_of_transformers(tmp_path: Path) -> None:
+    text = "{% for m in messages %}{%- generation -%}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}"
+    assert read_chat_template(text) == text
+    check_chat_template(text, "here")
+    # some accept no second user turn, or need a system turn: real conversations show whether they fit
+    check_chat_template("{{ raise_exception('no') }}{{ messages[9].content }}", "here")
 
 
-def test_saving_a_model_does_not_ask_what_is_around_it(tmp_path, monkeypatch):
-    """Accelerate would import all of DeepSpeed for the answer: seconds, and a line on standard output."""
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("chatml", r"policy\.chat_template: 'chatml' cannot be read \(No such file"),
+        ("a\0b", "cannot be read .*null"),
+        ("latin", "is not UTF-8 text"),
+        ("pipe", "it is not a file"),
+    ],
+)
+def test_a_file_that_is_no_text_is_told(tmp_path: Path, monkeypatch, name: str, problem: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "latin").write_bytes(b"\xe9")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DataError, match=problem):
+        read_chat_template(name)
 
-    def ask(*args, **kwargs):
-        pytest.fail("asked")
 
-    monkeypatch.setattr(modeling_utils, "unwrap_model", ask)
-    made = make_llama(tmp_path / "model", TOKENIZER, hidden=8, layers=1, heads=2)
-    assert (made / "model.safetensors").exists()
-    assert modeling_utils.unwrap_model is ask  # put back
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{{ messages }}\n{% for %}", "here: not a valid Jinja template, line 2: "),
+        ("{{ 1 }}" + "{% if 1 %}" * 300, "here: not a valid Jinja template"),
+        ("{{ 'x' * 10**11 }}", "takes more than 1024 MiB"),
+        ("{% set n = namespace(s='x' * 1000) %}{% for i in range(99) %}{% set n.s = n.s * 9 %}{% endfor %}", "MiB"),
+    ],
+)
+def test_what_is_no_usable_template(text: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        check_chat_template(text, "here")
+
+
+@pytest.mark.slow
+def test_a_template_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    monkeypatch.setattr("rlframework.huggingface.tokenizer._PATIENCE", 2.0)
+    with pytest.raises(DataError, match="here: rendering a short conversation takes more than 5 s"):
+        check_chat_template(loop, "here")

@@ -1,3 +1,5 @@
+"""The layout of ranks over named axes."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -13,26 +15,20 @@ def grid():
     return NamedSharding([[0, 1, 2], [3, 4, 5]], ["dp", "tp"])
 
 
-def test_shape_and_names(grid):
-    assert grid.shape == {"dp": 2, "tp": 3}
-    assert grid.names == ["dp", "tp"]
-    assert (grid.ndim, grid.size) == (2, 6)
+def test_shape_and_names_are_copies(grid):
+    assert (grid.shape, grid.names, grid.ndim, grid.size) == ({"dp": 2, "tp": 3}, ["dp", "tp"], 2, 6)
     assert (grid.get_axis_index("tp"), grid.get_axis_size("tp")) == (1, 3)
-
-
-def test_names_and_layout_are_copies(grid):
     grid.names.append("x")
     grid.layout[0, 0] = 99
     assert grid == NamedSharding(np.arange(6).reshape(2, 3), ["dp", "tp"])
 
 
-def test_coordinates(grid):
-    assert grid.get_worker_coords(5) == {"dp": 1, "tp": 2}
-    assert grid.get_ranks_by_coord(tp=1) == [1, 4]
-    assert grid.get_ranks_by_coord(dp=1, tp=0) == [3]
-    assert grid.get_ranks_by_coord() == [0, 1, 2, 3, 4, 5]
-    assert grid.get_ranks_by_coord(tp=3) == []
-    assert grid.get_ranks_by_coord(tp=-1) == []
+@pytest.mark.parametrize(
+    ("coordinates", "ranks"),
+    [({"tp": 1}, [1, 4]), ({"dp": 1, "tp": 0}, [3]), ({}, [0, 1, 2, 3, 4, 5]), ({"tp": 3}, []), ({"tp": -1}, [])],
+)
+def test_ranks_of_coordinates(grid, coordinates, ranks):
+    assert grid.get_ranks_by_coord(**coordinates) == ranks
 
 
 def test_ranks_are_sorted():
@@ -40,7 +36,8 @@ def test_ranks_are_sorted():
     assert NamedSharding([[5, 1], [4, 0]], ["a", "b"]).get_ranks_by_coord(b=0) == [4, 5]
 
 
-def test_sub_layouts(grid):
+def test_coordinates_and_sub_layouts(grid):
+    assert grid.get_worker_coords(5) == {"dp": 1, "tp": 2}
     assert grid.get_ranks(dp=1) == NamedSharding([3, 4, 5], ["tp"])
     assert grid.get_ranks(dp=1, tp=1) == 4
     assert grid.get_ranks() == grid
@@ -48,21 +45,19 @@ def test_sub_layouts(grid):
         grid.get_ranks(dp=2)
 
 
-@pytest.mark.parametrize("ask", ["get_axis_index", "get_axis_size"])
-def test_unknown_axis(grid, ask):
-    with pytest.raises(ValueError, match=r"Axis 'pp' not found; the axes are \['dp', 'tp'\]"):
-        getattr(grid, ask)("pp")
-
-
-@pytest.mark.parametrize("ask", ["get_ranks", "get_ranks_by_coord"])
-def test_unknown_axis_of_a_coordinate(grid, ask):
-    with pytest.raises(ValueError, match="Axis 'pp' not found"):
-        getattr(grid, ask)(pp=0)
-
-
-def test_unknown_rank(grid):
-    with pytest.raises(ValueError, match="rank 6 is not in the layout"):
-        grid.get_worker_coords(6)
+@pytest.mark.parametrize(
+    ("ask", "problem"),
+    [
+        (lambda grid: grid.get_axis_index("pp"), r"Axis 'pp' not found; the axes are \['dp', 'tp'\]"),
+        (lambda grid: grid.get_axis_size("pp"), "Axis 'pp' not found"),
+        (lambda grid: grid.get_ranks(pp=0), "Axis 'pp' not found"),
+        (lambda grid: grid.get_ranks_by_coord(pp=0), "Axis 'pp' not found"),
+        (lambda grid: grid.get_worker_coords(6), "rank 6 is not in the layout"),
+    ],
+)
+def test_unknown_axes_and_ranks_are_named(grid, ask, problem):
+    with pytest.raises(ValueError, match=problem):
+        ask(grid)
 
 
 @pytest.mark.parametrize(
@@ -83,17 +78,11 @@ def test_bad_layouts(layout, names, message):
         NamedSharding(layout, names)
 
 
-def test_whole_floats_are_ranks():
-    assert NamedSharding([1.0, 0.0], ["a"]).get_worker_coords(1) == {"a": 0}
-
-
 def test_equality():
     one = NamedSharding([0, 1], ["a"])
-    assert one == NamedSharding(np.array([0, 1]), ["a"])
+    assert one == NamedSharding(np.array([0.0, 1.0]), ["a"])  # whole floats are ranks
     assert hash(one) == hash(NamedSharding(np.array([0, 1]), ["a"]))
-    assert one != NamedSharding([1, 0], ["a"])
-    assert one != NamedSharding([0, 1], ["b"])
-    assert one != "a"
+    assert one not in (NamedSharding([1, 0], ["a"]), NamedSharding([0, 1], ["b"]), "a")
 
 
 def test_is_axis_zero():
@@ -104,17 +93,9 @@ def test_is_axis_zero():
 
 def test_policy_sharding_puts_tensor_innermost_and_pipeline_outermost():
     sharding = policy_sharding(8, ParallelismConfig(tensor=2, pipeline=2))
-    assert sharding.names == list(POLICY_AXES)
-    assert list(sharding.shape.values()) == [2, 2, 1, 2]
+    assert (sharding.names, list(sharding.shape.values())) == (list(POLICY_AXES), [2, 2, 1, 2])
     # rank = pipeline * 4 + data * 2 + tensor
-    assert sharding.get_worker_coords(5) == {
-        "pipeline_parallel": 1,
-        "data_parallel": 0,
-        "context_parallel": 0,
-        "tensor_parallel": 1,
-    }
-
-
-def test_policy_sharding_needs_whole_replicas():
+    coordinates = {"pipeline": 1, "data": 0, "context": 0, "tensor": 1}
+    assert sharding.get_worker_coords(5) == {f"{axis}_parallel": place for axis, place in coordinates.items()}
     with pytest.raises(ConfigError, match=r"6 workers cannot hold whole replicas.*takes 4 workers each"):
         policy_sharding(6, ParallelismConfig(tensor=2, context=2))

@@ -12,8 +12,7 @@ from rlframework_tools.command_output import EVERY, progress_bar
 
 
 class Clock:
-    def __init__(self):
-        self.now = 100.0
+    now = 100.0
 
     def __call__(self):
         return self.now
@@ -24,26 +23,29 @@ class Terminal(io.StringIO):
         return True
 
 
-def info(tmp_path, steps=60, name="grpo", every=0, metric="validation/accuracy"):
-    checkpoints, resume = SimpleNamespace(every=every, metric=metric), f"rlframework train --resume {tmp_path}"
-    algorithm = SimpleNamespace(name=name, num_steps=steps)
-    return RunInfo(SimpleNamespace(algorithm=algorithm, checkpoints=checkpoints, resume_command=resume), tmp_path)
-
-
 @pytest.fixture
 def clock():
     return Clock()
 
 
-def begin(stream, clock, tmp_path, steps=60, name="grpo"):
-    observer = ConsoleObserver(stream, clock)
-    observer.rlframework_run_started(info(tmp_path, steps, name))
-    return observer
+@pytest.fixture
+def begin(tmp_path, clock):
+    """`begin(stream, steps=..., name=..., every=..., metric=...)`: an observer of a run that has started."""
+
+    def begin(stream, steps=60, name="grpo", every=0, metric="validation/accuracy"):
+        checkpoints, resume = SimpleNamespace(every=every, metric=metric), f"rlframework train --resume {tmp_path}"
+        algorithm = SimpleNamespace(name=name, num_steps=steps)
+        config = SimpleNamespace(algorithm=algorithm, checkpoints=checkpoints, resume_command=resume)
+        observer = ConsoleObserver(stream, clock)
+        observer.rlframework_run_started(RunInfo(config, tmp_path))
+        return observer
+
+    return begin
 
 
-def test_lines_show_step_known_metrics_pace_and_remaining_time(tmp_path, clock):
+def test_lines_show_step_known_metrics_pace_and_remaining_time(begin, clock):
     stream = io.StringIO()
-    observer = begin(stream, clock, tmp_path)
+    observer = begin(stream)
     for step in range(13):
         observer.rlframework_step_finished(
             step,
@@ -69,64 +71,64 @@ def test_lines_show_step_known_metrics_pace_and_remaining_time(tmp_path, clock):
     )
 
 
-def test_the_speed_of_a_single_worker_is_shown_once():
-    speed = {"throughput/tokens_per_second": 1234.6, "throughput/tokens_per_second_per_worker": 1234.6}
-    assert describe(speed) == ["1,235 tokens/s"]
+REWARDS = {"train/reward": 0.5, "train/reward/answer": 0.375, "train/reward/format": 1.0}
+SCORES = {"train/environment_reward": 0.5, "train/model_score": -0.25}
 
 
-def test_the_loss_of_a_validation_is_shown_unless_it_has_an_accuracy():
-    assert describe({"validation/loss": 2.53372}) == ["validation loss 2.534"]
-    assert describe({"validation/loss": 2.5, "validation/accuracy": 0.5}) == ["validation accuracy 0.500"]
+@pytest.mark.parametrize(
+    ("metrics", "shown"),
+    [
+        (  # of a single worker
+            {"throughput/tokens_per_second": 1234.6, "throughput/tokens_per_second_per_worker": 1234.6},
+            "1,235 tokens/s",
+        ),
+        ({"validation/loss": 2.53372}, "validation loss 2.534"),
+        ({"validation/loss": 2.5, "validation/accuracy": 0.5}, "validation accuracy 0.500"),
+        ({"validation/accuracy": 1.0, "validation/samples": 19.0}, "validation accuracy 1.000 of 19"),
+        ({"validation/accuracy": 1.0, "validation/samples": 20.0}, "validation accuracy 1.000"),
+        (REWARDS, "reward 0.500 (answer 0.375, format 1)"),
+        ({"train/reward": 0.5, "train/reward/answer": 0.375}, "reward 0.500"),
+        (
+            REWARDS | {f"train/reward/part{number}": 0.0 for number in range(3)},
+            "reward 0.500 (answer 0.375, format 1, part0 0, part1 0, ...)",
+        ),
+        (REWARDS | SCORES, "reward 0.500 (model_score -0.25, answer 0.375, format 1)"),
+        ({"train/reward": 0.25} | SCORES, "reward 0.250 (model_score -0.25, environment_reward 0.5)"),
+    ],
+)
+def test_metrics_that_belong_together_are_one_text(metrics, shown):
+    assert describe(metrics) == [shown]
 
 
-@pytest.mark.parametrize(("samples", "shown"), [(2.0, " of 2"), (19.0, " of 19"), (20.0, "")])
-def test_a_small_number_of_validation_samples_is_shown(samples, shown):
-    assert describe({"validation/accuracy": 1.0, "validation/samples": samples}) == [
-        f"validation accuracy 1.000{shown}"
-    ]
-
-
-def test_the_metric_that_chooses_the_best_checkpoint_is_always_shown(tmp_path, clock):
+def test_the_metric_that_chooses_the_best_checkpoint_is_always_shown(begin):
     stream = io.StringIO()
-    observer = ConsoleObserver(stream, clock)
-    observer.rlframework_run_started(info(tmp_path, metric="validation/reward"))
+    observer = begin(stream, metric="validation/reward")
     observer.rlframework_step_finished(0, {"validation/accuracy": 0.0, "validation/reward": -0.123456})
     observer.rlframework_run_finished({"validation/reward": 0.5})
     _, validated, end = stream.getvalue().splitlines()
     assert validated == "step 0/60  validation accuracy 0.000  validation/reward -0.1235"
     assert end.endswith("  validation/reward 0.5")
-    losses = {"validation/loss": 2.5, "validation/accuracy": 0.5}
-    rewards = {"train/reward": 0.5, "train/reward/answer": 0.375, "train/reward/format": 1.0}
-    assert describe(rewards) == ["reward 0.500 (answer 0.375, format 1)"]
-    assert describe(dict(list(rewards.items())[:2])) == ["reward 0.500"]
-    more = rewards | {f"train/reward/part{number}": 0.0 for number in range(3)}
-    assert describe(more) == ["reward 0.500 (answer 0.375, format 1, part0 0, part1 0, ...)"]
-    scores = {"train/environment_reward": 0.5, "train/model_score": -0.25}  # of a reward model
-    assert describe(rewards | scores) == ["reward 0.500 (model_score -0.25, answer 0.375, format 1)"]
-    assert describe({"train/reward": 0.25} | scores) == ["reward 0.250 (model_score -0.25, environment_reward 0.5)"]
-    assert describe(losses, "validation/loss") == ["validation accuracy 0.500", "validation/loss 2.5"]
 
 
-def test_the_end_shows_the_parts_of_the_last_reward_and_how_many_episodes_failed(tmp_path, clock):
+@pytest.mark.parametrize("stream", [io.StringIO(), Terminal()], ids=["lines", "terminal"])
+def test_the_end_shows_the_parts_of_the_last_reward(begin, stream):
     """`metrics` of the end are the latest of each name, also of parts that only earlier steps had."""
     first = {"train/reward": 1.0, "train/reward/won": 1.0, "train/reward/quick": 0.5, "train/failed_fraction": 0.0}
     last = {"train/reward": 0.0, "train/reward/won": 0.0, "train/reward/lost": 1.0, "train/failed_fraction": 0.75}
-    for kind in (io.StringIO, Terminal):
-        stream = kind()
-        observer = begin(stream, clock, tmp_path, steps=2)
-        observer.rlframework_step_finished(1, first)
-        observer.rlframework_step_finished(2, last)
-        observer.rlframework_run_finished(first | last)
-        *_, step, end = stream.getvalue().splitlines()
-        assert "reward 0.000 (won 0, lost 1)  75% of the episodes failed" in step
-        assert end.removeprefix("\x1b[?25h") == (
-            "grpo finished after 2 steps in 0s  reward 0.000 (won 0, lost 1)  38% of the episodes failed"
-        )
+    observer = begin(stream, steps=2)
+    observer.rlframework_step_finished(1, first)
+    observer.rlframework_step_finished(2, last)
+    observer.rlframework_run_finished(first | last)
+    *_, step, end = stream.getvalue().splitlines()
+    assert "reward 0.000 (won 0, lost 1)  75% of the episodes failed" in step
+    assert end.removeprefix("\x1b[?25h") == (
+        "grpo finished after 2 steps in 0s  reward 0.000 (won 0, lost 1)  38% of the episodes failed"
+    )
 
 
-def test_the_first_the_last_and_validated_steps_are_always_shown(tmp_path, clock):
+def test_the_first_the_last_and_validated_steps_are_always_shown(begin, tmp_path, clock):
     stream = io.StringIO()
-    observer = begin(stream, clock, tmp_path, steps=4, name="sft")
+    observer = begin(stream, steps=4, name="sft")
     observer.rlframework_step_finished(0, {"validation/accuracy": 0.0})
     for step, metrics in enumerate([{}, {"validation/accuracy": 0.5}, {}, {"train/loss": 1.25}], start=1):
         clock.now += 0.5
@@ -142,11 +144,11 @@ def test_the_first_the_last_and_validated_steps_are_always_shown(tmp_path, clock
     ]
 
 
-def test_a_resume_and_what_it_changes_is_shown(tmp_path, clock):
+def test_a_resume_and_what_it_changes_is_shown(begin, tmp_path, clock):
     changed = {"policy.optimizer.lr": (0.5, 0.1), "algorithm.preset": (None, "trl")}
     write_environment(tmp_path, resumed=Resumed(after_step=3, changed=changed))
     stream = io.StringIO()
-    observer = begin(stream, clock, tmp_path, steps=9, name="sft")
+    observer = begin(stream, steps=9, name="sft")
     clock.now += 2.0
     observer.rlframework_step_finished(4, {})
     assert stream.getvalue().splitlines()[1:] == [
@@ -156,17 +158,17 @@ def test_a_resume_and_what_it_changes_is_shown(tmp_path, clock):
 
 
 @pytest.mark.parametrize(("every", "shown"), [(1, "every step"), (50, "every 50 steps")])
-def test_the_command_that_resumes_the_run_is_shown_at_the_start(tmp_path, clock, every, shown):
+def test_the_command_that_resumes_the_run_is_shown_at_the_start(begin, tmp_path, every, shown):
     stream = io.StringIO()
-    ConsoleObserver(stream, clock).rlframework_run_started(info(tmp_path, every=every))
+    begin(stream, every=every)
     [_, line] = stream.getvalue().splitlines()
     assert line == f"a checkpoint {shown}; to resume: rlframework train --resume {tmp_path}"
 
 
-def test_fast_steps_do_not_flood_the_log_and_slow_ones_all_show(tmp_path, clock):
+def test_fast_steps_do_not_flood_the_log_and_slow_ones_all_show(begin, clock):
     def lines(seconds_a_step, steps):
         stream = io.StringIO()
-        observer = begin(stream, clock, tmp_path, steps=1000)
+        observer = begin(stream, steps=1000)
         for step in range(1, steps + 1):
             clock.now += seconds_a_step
             observer.rlframework_step_finished(step, {"train/loss": 1.0})
@@ -177,10 +179,10 @@ def test_fast_steps_do_not_flood_the_log_and_slow_ones_all_show(tmp_path, clock)
 
 
 @pytest.mark.parametrize("finishes", [True, False])
-def test_a_terminal_gets_a_display_and_its_cursor_is_restored(tmp_path, clock, monkeypatch, finishes):
+def test_a_terminal_gets_a_display_and_its_cursor_is_restored(begin, clock, monkeypatch, finishes):
     monkeypatch.setenv("TERM", "xterm")
     stream = Terminal()
-    observer = begin(stream, clock, tmp_path)
+    observer = begin(stream)
     clock.now += 2.0
     observer.rlframework_step_finished(1, {"train/reward": 0.25, "memory/rss_mb": 99.0, "memory/peak_mb": 1234.0})
     shown = stream.getvalue()
@@ -194,13 +196,6 @@ def test_a_terminal_gets_a_display_and_its_cursor_is_restored(tmp_path, clock, m
     ending = stream.getvalue().removeprefix(shown)
     assert "\x1b[?25h" in ending  # shows the cursor again
     assert ending.endswith("grpo finished after 1 step in 2s  reward 0.250\n") == finishes
-
-
-def test_a_dumb_terminal_gets_plain_lines(tmp_path, clock, monkeypatch):
-    monkeypatch.setenv("TERM", "dumb")
-    observer = begin(Terminal(), clock, tmp_path)
-    observer.rlframework_step_finished(1, {"train/loss": 1.0})
-    assert observer._stream.getvalue().endswith("\nstep 1/60  loss 1  0 s/step, remaining 0s\n")
 
 
 def test_the_pace_is_that_of_the_last_twenty_steps_without_the_time_before_the_first():
@@ -219,10 +214,7 @@ def test_durations():
     assert shown == ["0s", "59s", "1m00s", "1m20s", "1h00m", "2h05m", "3d04h"]
 
 
-# -- progress of other commands ---------------------------------------------------------------------------------------
-
-
-def test_a_line_with_the_remaining_time_is_printed_after_each_interval(clock, capsys):
+def test_a_command_prints_a_line_with_the_remaining_time_after_each_interval(clock, capsys):
     with progress_bar("rows", clock) as tell:
         for intervals, done in ((0.3, 0), (1, 0), (2, 250), (2.3, 300), (3, 900), (4.2, 1000)):
             clock.now = 100.0 + intervals * EVERY

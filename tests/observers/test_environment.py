@@ -74,31 +74,29 @@ def test_the_commit_of_the_working_directory(tmp_path, monkeypatch):
 
 def test_only_visible_gpus_are_listed(monkeypatch):
     printed = "NVIDIA A, 1000, 900\nNVIDIA B, 2000, 1500\nNVIDIA MIG, [N/A], [N/A]\n"
-    monkeypatch.setattr(host, "command_output", lambda command: printed)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(host, "command_output", lambda command: None)
+    assert gpus() == []
+    monkeypatch.setattr(host, "command_output", lambda command: printed)
     a, b = Gpu("NVIDIA A", 1000 << 20, 900 << 20), Gpu("NVIDIA B", 2000 << 20, 1500 << 20)
     assert gpus() == [a, b]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert gpus() == [b]
-    monkeypatch.setattr(host, "command_output", lambda command: None)
-    assert gpus() == []
 
 
 def test_a_missing_or_failing_program_has_no_output():
-    assert host.command_output(["no-such-program-here"]) is None
-    assert host.command_output(["false"]) is None
-    assert host.command_output(["echo", "x"]) == "x\n"
+    outputs = [host.command_output(words) for words in (["no-such-program-here"], ["false"], ["echo", "x"])]
+    assert outputs == [None, None, "x\n"]
 
 
-def test_the_memory_limit_of_a_container_is_respected(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("limit", "total", "free"), [(None, 1000, 600), ("500\n", 500, 400), ("max\n", 1000, 600)])
+def test_the_memory_limit_of_a_container_is_respected(tmp_path, monkeypatch, limit, total, free):
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=1000, available=600))
     monkeypatch.setattr(host, "_CGROUP", tmp_path)
-    assert (total_memory(), available_memory()) == (1000, 600)
-    (tmp_path / "memory.max").write_text("500\n")
-    (tmp_path / "memory.current").write_text("100\n")
-    assert (total_memory(), available_memory()) == (500, 400)
-    (tmp_path / "memory.max").write_text("max\n")
-    assert (total_memory(), available_memory()) == (1000, 600)
+    if limit is not None:
+        (tmp_path / "memory.max").write_text(limit)
+        (tmp_path / "memory.current").write_text("100\n")
+    assert (total_memory(), available_memory()) == (total, free)
 
 
 def test_free_disk_of_a_missing_folder_is_that_of_its_parent(tmp_path):

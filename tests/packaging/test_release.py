@@ -85,28 +85,29 @@ def test_a_release_is_what_was_committed_and_others_can_check_it(tree: Path, tmp
         release(tree, folder)
 
 
-@pytest.mark.slow
-def test_distributions_of_another_version_are_refused(tree: Path, tmp_path: Path) -> None:
-    (tree / "plugins/vllm/rlframework_vllm/__init__.py").write_text('__version__ = "1.1.0"\n')
-    commit(tree)
-    with pytest.raises(ReleaseError, match=r"core's is 1\.2\.0: rlframework_vllm-1\.1\.0"):
-        release(tree, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def test_changes_that_are_not_committed_are_refused(tree: Path, tmp_path: Path) -> None:
-    (tree / "CHANGELOG.md").write_text("more")
-    with pytest.raises(ReleaseError, match=r"CHANGELOG\.md"):
-        release(tree, tmp_path / "out")
-
-
-def test_changes_that_are_not_in_the_changelog_are_refused(tree: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("path", "text", "committed", "problem"),
+    [
+        pytest.param(
+            *("plugins/vllm/rlframework_vllm/__init__.py", '__version__ = "1.1.0"\n', True),
+            r"core's is 1\.2\.0: rlframework_vllm-1\.1\.0",
+            marks=pytest.mark.slow,
+        ),
+        ("CHANGELOG.md", "more", False, r"CHANGELOG\.md"),
+        ("changes/speed.added.md", "Faster.\n", True, r"not in CHANGELOG\.md: speed\.added\.md; run `make changelog`"),
+    ],
+    ids=["another version", "not committed", "not in the changelog"],
+)
+def test_a_tree_whose_parts_disagree_is_refused(tree: Path, tmp_path: Path, path, text, committed, problem) -> None:
     (tree / "changes").mkdir()
     (tree / "changes" / "README.md").write_text("How to write them\n")
-    (tree / "changes" / "speed.added.md").write_text("Faster.\n")
     commit(tree)
-    with pytest.raises(ReleaseError, match=r"not in CHANGELOG\.md: speed\.added\.md; run `make changelog`"):
+    (tree / path).write_text(text)
+    if committed:
+        commit(tree)
+    with pytest.raises(ReleaseError, match=problem):
         release(tree, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_notes_are_the_newest_section_of_the_changelog() -> None:

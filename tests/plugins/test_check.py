@@ -1,6 +1,8 @@
-"""The configuration against what a backend declares: each key, its capability, and the message."""
+"""Checks of a configuration: against what its parts declare, by the parts themselves, and those that backends share."""
 
 from __future__ import annotations
+
+import json
 
 import pytest
 
@@ -17,6 +19,7 @@ from rlframework.config.sections import (
 )
 from rlframework.plugins.check import check_config
 from rlframework.plugins.manager import Registered
+from rlframework.plugins.model_checks import head_size, indivisible, lora_problems, model_config, token_cache_bytes
 from rlframework.plugins.types import Capability, EnvironmentRecord, GenerationEngineRecord, PolicyWorkerRecord, Problem
 
 CASES = [
@@ -81,27 +84,29 @@ def test_the_plain_configuration_needs_nothing(mode):
     assert check_config(run_config({"batching": {"mode": mode}}), backend(), "cpu") == []
 
 
-def test_images_are_for_engines_that_declare_them():
-    config = run_config({})
-    images = config.environment.model_copy(update={"images": ImagesConfig()})
-    for declared in (False, True):
-        capabilities = frozenset({Capability.MULTIMODAL} if declared else ())
+@pytest.mark.parametrize(
+    ("changes", "key", "capability"),
+    [
+        ({"environment": EnvironmentConfig(name="e", images=ImagesConfig())}, "environment.images", "multimodal"),
+        (
+            {
+                "policy": PolicyConfig.model_validate({"model_name": "m", "lora": {"refit": "adapters"}}),
+                "generation": GenerationConfig(workers=GenerationWorkersConfig()),
+            },
+            "policy.lora.refit",
+            "lora_refit",
+        ),
+    ],
+    ids=["images", "adapters"],
+)
+def test_an_engine_must_declare_what_it_is_sent(changes, key, capability):
+    def problems(config, *declared):
+        capabilities = frozenset({Capability.IPC_REFIT, *map(Capability, declared)})
         engine = Registered(GenerationEngineRecord("fast", "m:C", 2, capabilities=capabilities), "fast", "1.0", "fast")
-        assert check_config(config, engine, "cpu") == []
-        problems = check_config(config.model_copy(update={"environment": images}), engine, "cpu")
-        assert [problem.key for problem in problems] == ([] if declared else ["environment.images"])
+        return [problem.key for problem in check_config(config, engine, "cpu")]
 
-
-def test_adapters_alone_are_sent_only_to_engines_that_declare_it():
-    config = run_config({"lora": {"refit": "adapters"}}).model_copy(
-        update={"generation": GenerationConfig(workers=GenerationWorkersConfig())}
-    )
-    for declared in (False, True):
-        capabilities = frozenset({Capability.IPC_REFIT, *([Capability.LORA_REFIT] if declared else [])})
-        engine = Registered(GenerationEngineRecord("fast", "m:C", 2, capabilities=capabilities), "fast", "1.0", "fast")
-        problems = check_config(config, engine, "cpu")
-        assert [problem.key for problem in problems] == ([] if declared else ["policy.lora.refit"])
-    assert check_config(config, backend(Capability.LORA), "cpu") == []
+    config = run_config().model_copy(update=changes)
+    assert (problems(run_config()), problems(config), problems(config, capability)) == ([], [key], [])
 
 
 def test_workers_of_one_replica_are_not_data_parallel():
@@ -112,26 +117,19 @@ def test_workers_of_one_replica_are_not_data_parallel():
     assert problem.key == "worker_group.num_workers"
 
 
-def test_the_plugins_own_check_comes_after_the_capabilities():
+def test_the_own_check_of_a_plugin_comes_after_the_capabilities():
     asked = []
 
     def check(config, device):
         asked.append((config, device))
         return [Problem("policy.acme.speed", "too fast.", "Slow down.")]
 
-    config = run_config({"lora": {}})
-    problems = check_config(config, backend(check=check), "cuda")
+    config = run_config({"lora": {}}, 2)
+    problems = check_config(config, backend(Capability.DATA_PARALLEL, check=check), "cuda")
     assert [problem.key for problem in problems] == ["policy.lora", "policy.acme.speed"]
-    assert asked == [(config, "cuda")]
-
-
-def test_other_kinds_are_only_asked_themselves():
-    def check(config, device):
-        return [Problem("environment.size", "too big")]
-
-    record = EnvironmentRecord("maze", "m:C", 1, check=check)
-    problems = check_config(run_config({"lora": {}}, 2), Registered(record, "maze-tasks", "1.0", "maze"), "cpu")
-    assert [problem.key for problem in problems] == ["environment.size"]
+    environment = Registered(EnvironmentRecord("maze", "m:C", 1, check=check), "maze-tasks", "1.0", "maze")
+    assert [problem.key for problem in check_config(config, environment, "cuda")] == ["policy.acme.speed"]
+    assert asked == [(config, "cuda")] * 2
 
 
 def test_a_check_that_fails_blames_its_plugin():
@@ -142,3 +140,55 @@ def test_a_check_that_fails_blames_its_plugin():
         check_config(run_config(), backend(check=raises), "cpu")
     with pytest.raises(PluginError, match="must return a list of Problem, but it contains 'too fast'"):
         check_config(run_config(), backend(check=lambda config, device: ["too fast"]), "cpu")
+
+
+LLAMA = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("model", "tensor", "said"),
+    [
+        (LLAMA, 2, None),
+        (LLAMA, 4, "the model has 2 key-value heads, not divisible by policy.parallelism.tensor=4"),
+        (LLAMA | {"intermediate_size": 63}, 2, "the model has 63 units of the MLP"),
+        (LLAMA | {"num_attention_heads": 5}, 2, "the model has 5 attention heads"),
+        ({}, 3, None),
+    ],
+)
+def test_what_tensor_parallelism_does_not_divide(model, tensor, said):
+    found = indivisible(model, tensor)
+    assert (found is None) == (said is None)
+    assert said is None or (found is not None and found.startswith(said))
+
+
+def test_the_cache_of_a_token_has_keys_and_values_of_each_head_and_layer():
+    model = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32}
+    assert (head_size(model), token_cache_bytes(model, 4)) == (8, 2 * 3 * 2 * 8 * 4)
+    assert token_cache_bytes({**model, "head_dim": 5, "num_key_value_heads": None}, 2) == 2 * 3 * 4 * 5 * 2
+    assert (head_size({}), token_cache_bytes({}, 4)) == (0, 0)
+
+
+@pytest.mark.parametrize(("text", "found"), [(json.dumps(LLAMA), LLAMA), ("[]", {}), ("{", {}), (None, {})])
+def test_the_configuration_of_a_model_directory(tmp_path, text, found):
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    assert model_config(str(tmp_path)) == found
+
+
+@pytest.mark.parametrize(
+    ("policy", "key"),
+    [
+        ({}, None),
+        ({"lora": {}}, None),
+        ({"lora": {"target_modules": []}}, "policy.lora.target_modules"),
+        ({"lora": {}, "head": "score"}, "policy.lora"),
+        ({"lora": {}, "head": "value"}, "policy.lora"),
+    ],
+)
+def test_what_adapters_do_not_go_with(policy, key):
+    config = RunConfig(
+        algorithm=AlgorithmConfig(name="a"),
+        policy=PolicyConfig.model_validate({"model_name": "m", **policy}),
+        environment=EnvironmentConfig(name="e"),
+    )
+    assert [problem.key for problem in lora_problems(config)] == [key] * (key is not None)

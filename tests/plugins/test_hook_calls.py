@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import doctest
 import logging
 import time
+import types
 
 import pytest
 
 from rlframework.base import logs
 from rlframework.base.errors import ConfigError, PluginError, WriteError
 from rlframework.plugins import hookspec
+from rlframework.plugins.discovery import new_pluggy, read_plugin
 from rlframework.plugins.hook_calls import ON_FAILURE, OnFailure
 from rlframework.plugins.manager import create_manager
 from rlframework.plugins.types import RECORD_TYPES
 
-HOOKS = """
+TEMPLATE = """
     import time
     from rlframework.base.errors import ConfigError, WriteError
     from rlframework.plugins.hookspec import hookimpl
@@ -25,10 +28,12 @@ HOOKS = """
 """
 REMEDY = "Reinstall or update bad-tools, or disable it: RLFRAMEWORK_DISABLE_PLUGINS=bad."
 EVENTS = ("run_started", "step_finished", "checkpoint_saved", "run_finished")
+HOOKS = {name for name in vars(hookspec) if name.startswith("rlframework_")}
+OF_RECORDS = {f"rlframework_{kind}s" for kind in RECORD_TYPES}
 
 
 def code(hook: str, body: str, options: str = "") -> str:
-    return HOOKS.format(hook=hook, body=body, options=options)
+    return TEMPLATE.format(hook=hook, body=body, options=options)
 
 
 def results(hook: str, manager=None) -> list[tuple[str, object]]:
@@ -39,9 +44,8 @@ def results(hook: str, manager=None) -> list[tuple[str, object]]:
 
 
 def test_each_hook_that_acts_says_what_a_failure_does():
-    hooks = {name for name in vars(hookspec) if name.startswith("rlframework_")}
-    registry = {f"rlframework_{kind}s" for kind in RECORD_TYPES}
-    assert set(ON_FAILURE) == hooks - registry - {f"rlframework_{event}" for event in EVENTS}
+    assert OF_RECORDS < HOOKS
+    assert set(ON_FAILURE) == HOOKS - OF_RECORDS - {f"rlframework_{event}" for event in EVENTS}
 
 
 @pytest.mark.parametrize("hook", ON_FAILURE)
@@ -128,3 +132,20 @@ def test_a_plugin_that_is_broken_is_told_where_its_hooks_would_have_acted(instal
     reason = "bad-tools 1.0 is broken: ImportError: libbad.so is missing."
     assert caplog.messages == [f"warning: the plugin 'bad' of {reason} {REMEDY}"]
     assert manager.how_to_get("storage").endswith(f"plugins/storage. bad of {reason}")
+
+
+@pytest.mark.parametrize("hook", sorted(HOOKS))
+def test_the_example_of_a_hook_is_a_whole_plugin(hook):
+    module = types.ModuleType(f"example_of_{hook}")
+    examples = doctest.DocTestParser().get_doctest(getattr(hookspec, hook).__doc__, module.__dict__, hook, None, None)
+    assert examples.examples
+    failures = []
+    doctest.DocTestRunner(verbose=False).run(examples, out=failures.append, clear_globs=False)
+    assert failures == []
+    module.__dict__.update(examples.globs)
+    records, error = read_plugin(module)
+    assert error is None
+    pluggy = new_pluggy()
+    pluggy.register(module)
+    assert [caller.name for caller in pluggy.get_hookcallers(module)] == [hook]
+    assert {f"rlframework_{record.kind}s" for record in records} == {hook} & OF_RECORDS

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import collections
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from pydantic import BaseModel
 
-from rlframework.base.errors import PluginError
+from rlframework.base.errors import ConfigError, PluginError
 from rlframework.config.sections import EnvironmentConfig
 from rlframework.plugins import discovery
 from rlframework.plugins.discovery import load_target, read_plugin
@@ -25,6 +26,7 @@ from rlframework.plugins.types import (
     PolicyWorkerRecord,
     Record,
 )
+from rlframework.plugins.user_defined import load_agent
 
 GOOD = PolicyWorkerRecord("good", "package.module:Class", 1, capabilities=frozenset({Capability.LORA}))
 
@@ -42,48 +44,36 @@ def fault_of(plugin) -> str:
     return str(error)
 
 
+def of_workers(implementation, **options):
+    return {"rlframework_policy_workers": hookimpl(implementation, specname="rlframework_policy_workers", **options)}
+
+
 @pytest.mark.parametrize("returned", [[GOOD], (GOOD,), {GOOD}, iter([GOOD])])
 def test_any_iterable_of_records_is_read(returned):
-    records, error = read_plugin(plugin_returning(returned))
-    assert (records, error) == ([GOOD], None)
-
-
-@pytest.mark.parametrize(
-    ("returned", "message"),
-    [
-        (GOOD, "returned PolicyWorkerRecord; it must return a list of PolicyWorkerRecord"),
-        (7, "returned int; it must return a list of PolicyWorkerRecord"),
-        ("good", "returned str; it must return a list of PolicyWorkerRecord"),
-        (
-            [GOOD, EnvironmentRecord("e", "m:C", 1)],
-            "a list that contains a EnvironmentRecord; all items must be PolicyWorkerRecord",
-        ),
-        ([{"name": "good"}], "a list that contains a dict; all items must be PolicyWorkerRecord"),
-    ],
-)
-def test_what_is_not_a_list_of_records_of_that_kind_is_named(returned, message):
-    assert message in fault_of(plugin_returning(returned))
+    assert read_plugin(plugin_returning(returned)) == ([GOOD], None)
 
 
 @pytest.mark.parametrize(
     ("hooks", "message"),
     [
+        (of_workers(lambda: GOOD), "returned PolicyWorkerRecord; it must return a list of PolicyWorkerRecord"),
+        (of_workers(lambda: 7), "returned int; it must return a list of PolicyWorkerRecord"),
+        (of_workers(lambda: "good"), "returned str; it must return a list of PolicyWorkerRecord"),
+        (of_workers(lambda: [GOOD, EnvironmentRecord("e", "m:C", 1)]), "a list that contains a EnvironmentRecord; all"),
+        (of_workers(lambda: [{"name": "good"}]), "a list that contains a dict; all items must be PolicyWorkerRecord"),
         ({}, "implements no hook"),
         (
             {"rlframework_policy_worker": hookimpl(lambda: [GOOD], specname="rlframework_policy_worker")},
             "unknown hook 'rlframework_policy_worker'. Did you mean 'rlframework_policy_workers'?",
         ),
-        (
-            {"rlframework_policy_workers": lambda: [GOOD]},
-            "rlframework_policy_workers is not marked as a hook; decorate it with @hookimpl",
-        ),
+        ({"rlframework_policy_workers": lambda: [GOOD]}, "is not marked as a hook; decorate it with @hookimpl"),
         (
             {"rlframework_step_finished": hookimpl(lambda step, metrics=None: 0, specname="rlframework_step_finished")},
             "rlframework_step_finished has default values for metrics",
         ),
     ],
 )
-def test_hooks_that_would_never_be_called_as_meant(hooks, message):
+def test_a_hook_that_is_not_what_its_name_says_is_named(hooks, message):
     assert message in fault_of(SimpleNamespace(**hooks))
 
 
@@ -126,24 +116,20 @@ def test_a_record_that_cannot_work_is_refused(changes, message):
 
 
 @pytest.mark.parametrize(
-    ("record", "message"),
+    ("kind", "capability", "message"),
     [
         (
-            GenerationEngineRecord("mine", "m:C", 2, capabilities=frozenset({Capability.LORA})),
-            "the capability lora, one of policy_worker; capabilities of the kind generation_engine: ",
+            GenerationEngineRecord,
+            Capability.LORA,
+            "the capability lora, one of policy_worker; capabilities of the kind",
         ),
-        (
-            EnvironmentRecord("mine", "m:C", 1, capabilities=frozenset({Capability.MULTIMODAL, "acme:x"})),
-            "one of policy_worker and generation_engine; capabilities of the kind environment: episodes",
-        ),
-        (
-            AlgorithmRecord("mine", "m:C", 1, capabilities=frozenset({"acme:a:b"})),
-            "unknown capability 'acme:a:b'; capabilities of the kind algorithm: none. Write one of your own with",
-        ),
+        (EnvironmentRecord, Capability.MULTIMODAL, "one of policy_worker and generation_engine; capabilities of the"),
+        (AlgorithmRecord, "acme:a:b", "capability 'acme:a:b'; capabilities of the kind algorithm: none. Write one of"),
     ],
 )
-def test_a_capability_of_another_kind_or_without_a_prefix_is_refused(record, message):
-    assert message in fault_of(plugin_returning([record], f"rlframework_{record.kind}s"))
+def test_a_capability_of_another_kind_or_form_is_refused(kind, capability, message):
+    record = kind("mine", "m:C", kind.supported_api, capabilities=frozenset({capability, "acme:x"}))
+    assert message in fault_of(plugin_returning([record], f"rlframework_{kind.kind}s"))
 
 
 @pytest.mark.parametrize("kind", Record.__subclasses__(), ids=lambda kind: kind.kind)
@@ -157,23 +143,16 @@ def test_every_capability_is_one_of_a_kind():
     assert {one for kind in Record.__subclasses__() for one in kind.supported_capabilities} == set(Capability)
 
 
-@pytest.mark.parametrize(("version", "hint"), [(1, " (see the page: Move a generation engine to version 2)"), (3, "")])
-def test_generation_engines_have_a_version_of_their_own(version, hint):
-    old = GenerationEngineRecord("mine", "m:C", version)
-    plugin = plugin_returning([old], "rlframework_generation_engines")
-    assert fault_of(plugin) == (
-        f"its generation_engine 'mine' is written for version {version} of the plugin API, but this rlframework-core "
-        f"has version 2 for that kind; install compatible versions of the two{hint}"
-    )
-    assert read_plugin(plugin_returning([replace(old, api_version=2)], "rlframework_generation_engines"))[1] is None
-
-
 @pytest.mark.parametrize("kind", Record.__subclasses__(), ids=lambda kind: kind.kind)
 def test_a_plugin_of_version_1_loads_or_is_told_what_to_do(kind):
     fault = read_plugin(plugin_returning([kind("mine", "m:C", 1)], f"rlframework_{kind.kind}s"))[1]
     if kind.supported_api == 1:
         assert fault is None
         return
+    told = (
+        f"'mine' is written for version 1 of the plugin API, but this rlframework-core has version {kind.supported_api}"
+    )
+    assert told in str(fault)
     title = re.search(r"\(see the page: (.+)\)$", str(fault))[1]
     pages = (Path(__file__).parents[2] / "docs" / "moving").glob("*.md")
     assert f"# {title}" in {page.read_text(encoding="utf-8").partition("\n")[0] for page in pages}
@@ -211,17 +190,42 @@ def test_an_import_path_is_a_module_and_a_name_in_it():
         ("mcp", "-e '.[mcp]' -e plugins/environments", "-e '{root}[mcp]' -e {root}/plugins/environments"),
     ],
 )
-def test_in_a_clone_the_distributions_of_an_extra_are_installed_from_it(
-    tmp_path, monkeypatch, extra, in_the_clone, elsewhere
-):
+def test_an_extra_is_installed_from_the_clone_or_from_wheels(tmp_path, monkeypatch, extra, in_the_clone, elsewhere):
     root = Path(discovery.rlframework.__file__).parents[1]
     monkeypatch.chdir(root)
     assert discovery.install_command(extra) == f"pip install {in_the_clone}"
     monkeypatch.chdir(tmp_path)
     assert discovery.install_command(extra) == f"pip install {elsewhere.format(root=root)}"
-
-
-def test_without_a_clone_an_extra_is_installed_from_wheels(tmp_path, monkeypatch):
     monkeypatch.setattr(discovery.rlframework, "__file__", str(tmp_path / "rlframework" / "__init__.py"))
     wheels = "(from the wheels of a release: with --find-links WHEELS)"
-    assert discovery.install_command("ray") == f"pip install 'rlframework-core[ray]' {wheels}"
+    assert discovery.install_command(extra) == f"pip install 'rlframework-core[{extra}]' {wheels}"
+
+
+def test_an_agent_is_checked_when_it_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "agents_for_loading.py").write_text(
+        "def solve(sample, session): ...\n"
+        "async def more(sample, session, tries=2): ...\n"
+        "def one(task): ...\n"
+        "def three(sample, session, client): ...\n"
+        "class Solver: ...\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("solve", "more"):
+        assert load_agent(f"agents_for_loading:{name}").__name__ == name
+    for name, problem in {
+        "slove": r"has no 'slove'\. Did you mean 'solve'\?",
+        "one": r"agents_for_loading\.py, line 3\) cannot be called with a sample and a session.*\(task\)",
+        "three": r"cannot be called.*define `async def solve\(sample, session\)`",
+        "Solver": r"is not a function",
+    }.items():
+        with pytest.raises(ConfigError, match=problem):
+            load_agent(f"agents_for_loading:{name}")
+
+
+def test_a_name_that_no_cell_has_defined(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
+    with pytest.raises(ConfigError, match=r"has no 'solve'\. Run the cell that defines it first$"):
+        load_agent("__main__:solve")
+    sys.modules["__main__"].__file__ = "program.py"
+    with pytest.raises(ConfigError, match=r"has no 'solve'; objects defined in a script must be moved to a module$"):
+        load_agent("__main__:solve")

@@ -9,9 +9,7 @@ from copy import deepcopy
 from typing import Any
 
 import pytest
-from chat_formats import NAMES, SPACES, TOOLS, Turn, sampled, tokenizer, written
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from chat_formats import NAMES, TOOLS, Turn, sampled, tokenizer, written
 
 from rlframework.datasets.chat.chat_format import ChatFormat
 from rlframework.interfaces.messages import Message
@@ -104,45 +102,6 @@ def test_a_call_with_reasoning_and_a_preamble_does_not_stop_the_episode() -> Non
     assert model.decode(extended[len(history) :]) == tail
 
 
-@pytest.mark.parametrize("name", sorted(SPACES))
-def test_a_text_that_is_cut_at_a_spelled_special_token_gets_no_space(name: str) -> None:
-    """Of a tokenizer that puts one before the first text alone, as of one that puts none."""
-    model = tokenizer(name)
-    text = f"a{model.eos_token}b"
-    asked = model.decode(ChatFormat(model).prompt([{"role": "user", "content": text}]))
-    assert (text in asked) == (SPACES[name] != "always"), asked
-
-
-def spaced(template: str) -> Any:
-    """A tokenizer that puts a space before each text, as SentencePiece does, with one token per character."""
-    characters = [*"▁0123456789?+ab[]/INST\n", "<unk>"]
-    made = Tokenizer(models.BPE({token: number for number, token in enumerate(characters)}, [], unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
-    made.decoder = decoders.Metaspace(prepend_scheme="always", split=False)
-    made.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in ("<s>", "</s>")])
-    loaded: Any = PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>")
-    loaded.chat_template = template
-    return loaded
-
-
-LLAMA2 = (
-    "{% for m in messages %}{% if m.role == 'user' %}{{ '<s>[INST] ' + m.content + ' [/INST]' }}"
-    "{% else %}{{ ' ' + m.content + ' </s>' }}{% endif %}{% endfor %}"
-)
-
-
-def test_a_tokenizer_that_adds_spaces_makes_the_tokens_of_one_rendering() -> None:
-    model = spaced(LLAMA2)
-    assert model.tokenize("a") == ["▁", "a"]
-    chat = ChatFormat(model)
-    more: Message = {"role": "user", "content": "b?"}
-    whole = chat.prompt([ASK, {"role": "assistant", "content": "3"}, more])
-    end = whole.index(model.eos_token_id) + 1
-    history, reply = whole[:end], chat.parse(whole[len(chat.prompt([ASK])) : end])
-    assert str(reply["content"]).strip() == "3"
-    assert chat.extend(history, [ASK, reply], [more]) == whole
-
-
 R1 = (
     "{% for m in messages %}{% if m.role == 'user' %}{{ '<|im_start|>U' + m.content }}"
     "{% else %}{{ '<|im_start|>A' + m.content.split('</think>')[-1] + '<|im_end|>' }}{% endif %}{% endfor %}"
@@ -174,27 +133,6 @@ def test_a_prompt_that_opens_reasoning_which_history_keeps_is_extended() -> None
     cut, unfinished = reply_to(chat, model, "why and why")
     assert unfinished == {"role": "assistant", "content": "", "reasoning_content": "why and why"}
     assert model.decode(cut).endswith("<think>\nwhy and why")
-
-
-def test_reasoning_without_a_name_in_the_template_is_content() -> None:
-    chat = ChatFormat(tokenizer("smollm2"))
-    for text in ("<think>a</think><tool_call>", "<think>a"):
-        ids = tokenizer("smollm2")(text)["input_ids"]
-        found = chat.parse(ids, TOOLS)
-        assert found["content"] == text.removesuffix("<tool_call>")
-        assert len(found.get("tool_calls", ())) == text.count("<tool_call>")
-
-
-def test_history_that_changes_at_its_start_is_not_extended() -> None:
-    """The number of messages before them, as long as before: the turn itself stays where it was."""
-    plain = "{% for m in messages %}{{ '<|im_start|>' + m.content + '<|im_end|>' }}{% endfor %}"
-    for template, kept in ((plain, True), ("{{ messages | length }}" + plain, False)):
-        model = with_template(template)
-        chat = ChatFormat(model)
-        history = chat.prompt([ASK])
-        ids = model("<|im_start|>3<|im_end|>")["input_ids"]
-        reply: Message = {"role": "assistant", "content": "3"}
-        assert (chat.extend([*history, *ids], [ASK, reply], [ASK]) is not None) == kept
 
 
 def test_a_turn_that_the_template_changes_is_not_extended() -> None:
@@ -237,30 +175,6 @@ def test_special_tokens_that_were_sampled_are_no_text(name: str) -> None:
     assert ChatFormat(model).parse(ids)["content"] == model.decode(ids, skip_special_tokens=True)
 
 
-@pytest.mark.parametrize("name", ["chatml", "deepseek", "deepseek_v31"])
-def test_special_tokens_beside_a_call_are_no_text(name: str) -> None:
-    model = with_special(name)
-    chat, text = ChatFormat(model), "".join(written(name, Turn("12", None, {"a": 1})))
-    reply = chat.parse(model(text.replace("12", "1<sampled>2"), add_special_tokens=False)["input_ids"], TOOLS)
-    assert reply["content"] == "12"
-    assert json.loads(reply["tool_calls"][0]["function"]["arguments"]) == {"a": 1}
-
-
-def test_a_token_that_starts_turns_does_not_end_them() -> None:
-    """The template writes contents backwards, so that its ends cannot be found with a known content."""
-    model = with_template(tokenizer("chatml").chat_template.replace(CONTENT, f"({CONTENT} | reverse)"))
-    assert model.convert_tokens_to_ids("<|im_start|>") not in ChatFormat(model)._closing_ids
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_without_tools_a_call_is_text(name: str) -> None:
-    model = tokenizer(name)
-    text, end = written(name, Turn("", None, {"a": 7305}))
-    reply = ChatFormat(model).parse(model(text + end, add_special_tokens=False)["input_ids"], [])
-    assert "tool_calls" not in reply
-    assert '{"a": 7305}' in reply["content"]
-
-
 def test_without_tools_reasoning_is_apart_and_what_follows_is_text() -> None:
     thought = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
     for name, text, reasoning, content in (
@@ -274,18 +188,15 @@ def test_without_tools_reasoning_is_apart_and_what_follows_is_text() -> None:
         assert (reply.get("reasoning_content"), reply["content"]) == (reasoning, content)
 
 
-def test_ids_of_calls_are_unique_in_1000_conversations_that_repeat_their_turns() -> None:
+def test_ids_of_calls_are_unique_where_turns_repeat() -> None:
     """The same tokens in each of four turns, twice the same call in each."""
     model = tokenizer("qwen3")
     chat, call = ChatFormat(model), written("qwen3", Turn("", None, {"a": 1}))[0]
-    for episode in range(1000):
-        ids = model(call.replace("1", str(episode)) * 2, add_special_tokens=False)["input_ids"]
-        found = [
-            made["id"] for turn in range(4) for made in chat.parse(ids, TOOLS, position=2 * turn + 1)["tool_calls"]
-        ]
-        assert len(set(found)) == 8
-        assert all(re.fullmatch("[0-9a-f]{9}", each) for each in found)
-    assert chat.parse(ids, TOOLS, position=1) == chat.parse(ids, TOOLS, position=1)
+    ids = model(call * 2, add_special_tokens=False)["input_ids"]
+    turns = [chat.parse(ids, TOOLS, position=2 * turn + 1) for turn in range(4)]
+    assert len({call["id"] for turn in turns for call in turn["tool_calls"]}) == 8
+    assert all(re.fullmatch("[0-9a-f]{9}", call["id"]) for turn in turns for call in turn["tool_calls"])
+    assert chat.parse(ids, TOOLS, position=1) == turns[0]
 
 
 def test_halves_of_characters_in_a_call_are_replaced() -> None:

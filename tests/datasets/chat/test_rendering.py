@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -115,24 +114,6 @@ def test_the_last_turn_follows_exactly_what_generation_sees(talk, template) -> N
         assert mask[: len(prompt)] == [train_on == "all"] * len(prompt)
 
 
-def test_each_prompt_on_the_way_is_what_generation_saw() -> None:
-    """By ids, where turns begin and end with tokens of their own."""
-    tokenizer = bpe(CHATML)
-    ids, _ = render_conversation(tokenizer, TALK, "assistant")
-    for number in (2, 4):
-        prompt = render_prompt(tokenizer, TALK[:number])
-        assert ids[: len(prompt)] == prompt
-
-
-def test_a_template_that_trims() -> None:
-    """Earlier turns are trained on as they stand in the prompt of later ones, the last as it was given."""
-    tokenizer = bpe(TRIMS)
-    rendered = render_conversation(tokenizer, turns(" hi ", " hello\n", "2+2?", " 4 "), "assistant")
-    assert trained(tokenizer, rendered) == "hello<end> 4 <end>"
-    text = "<start>user\nhi<end>\n<start>assistant\nhello<end>\n<start>user\n2+2?<end>\n<start>assistant\n 4 <end>"
-    assert tokenizer.decode(rendered[0]) == text
-
-
 @pytest.mark.parametrize("template", [DROPS_THOUGHTS, OPENS_THOUGHT], ids=["drops", "opens"])
 def test_a_template_that_writes_earlier_turns_anew_is_refused_for_all_turns(template) -> None:
     tokenizer, messages = bpe(template), turns("hi", "<think>hm</think>hello", "2+2?", "4")
@@ -145,13 +126,6 @@ def test_a_template_that_writes_earlier_turns_anew_is_refused_for_all_turns(temp
     assert trained(tokenizer, rendered).startswith("4<e")
     alone = render_conversation(tokenizer, messages[:2], "assistant")  # one turn is always the last
     assert trained(tokenizer, alone).startswith("<think>hm</think>hello<e")
-
-
-def test_a_turn_that_is_dropped_but_looks_like_what_follows_it() -> None:
-    """The answer `<` is left out, and the text goes on with `<end>`."""
-    leaves_out = CHATML.replace("m.content", "('' if m.content == '<' and not loop.last else m.content)")
-    with pytest.raises(DataError, match="rewrites turn 2, of the assistant"):
-        render_conversation(bpe(leaves_out), turns("hi", "<", "2+2?", "4"), "assistant")
 
 
 def test_turns_without_an_end_are_trained_on_without_one() -> None:
@@ -180,17 +154,6 @@ def test_a_system_turn_that_the_template_refuses() -> None:
     assert trained(BPE, render_conversation(bpe(NO_SYSTEM), TALK[1:], "assistant")) == "hello<end>4<end>"
 
 
-def test_a_tokenizer_that_puts_a_space_before_each_text() -> None:
-    """As Llama 2's: a piece in the middle of a conversation must not begin with one that the whole has not."""
-    space = pre_tokenizers.Metaspace(prepend_scheme="first")
-    tokenizer: Any = byte_bpe(space, decoders.Metaspace(prepend_scheme="first"))
-    tokenizer.chat_template = ENDS_WITH_EOS
-    ids, _ = render_conversation(tokenizer, turns("hello", "yes", "ok", "yes"), "assistant")
-    middle = tokenizer("hello<eos>user: ok assistant: ", add_special_tokens=False)["input_ids"]
-    middle = middle[middle.index(tokenizer.eos_token_id) :]
-    assert any(ids[start : start + len(middle)] == middle for start in range(len(ids)))
-
-
 def test_an_end_that_is_one_token_only_where_no_letter_follows() -> None:
     """Then it is tokenised apart from what follows, and the mask is still on all of it and nothing else."""
     tokenizer = byte_bpe()
@@ -211,13 +174,6 @@ def test_nothing_to_train_on() -> None:
         render_prompt(bpe(CHATML), [])
 
 
-def test_a_greeting_is_not_trained_on() -> None:
-    greeting: Message = {"role": "assistant", "content": "welcome"}
-    rendered = render_conversation(bpe(CHATML), [greeting, *TALK[1:]], "assistant")
-    assert trained(BPE, rendered) == "hello<end>4<end>"
-    assert BPE.decode(rendered[0]).startswith("<start>assistant\nwelcome<end>\n<start>user\nhi")
-
-
 def test_samples_together_are_as_one_by_one() -> None:
     tokenizer = bpe(CHATML)
     samples = [
@@ -236,15 +192,6 @@ def test_samples_together_are_as_one_by_one() -> None:
         render_samples(tokenizer, [*samples, Sample("d", turns("hi"), "")])
 
 
-def test_plain_text_begins_with_the_begin_token_where_texts_do() -> None:
-    tokenizer = character_tokenizer("abc", bos=True)
-    [(ids, mask)] = render_samples(tokenizer, [Sample("t", (), "", "ab")])
-    assert ids == [tokenizer.bos_token_id, 3, 4, tokenizer.eos_token_id]
-    assert mask == [False, True, True, True]
-    tokenizer.chat_template = CHATML
-    assert render_samples(tokenizer, [Sample("t", (), "", "ab")]) == [(ids, mask)]
-
-
 def plain(**options: Any) -> Any:
     return character_tokenizer("0123456789+= \nabcdefghijklmnopqrstuvwxyz", **options)
 
@@ -260,43 +207,6 @@ def test_the_begin_token_is_put_where_the_tokenizer_puts_it() -> None:
     assert render_prompt(silent, turns("1+2=")) == silent("1+2=")["input_ids"]
 
 
-def test_characters_without_a_token() -> None:
-    with pytest.raises(DataError, match=r"no token for \['\?', 'X'\] in '1\+X\?'"):
-        render_prompt(plain(), turns("1+X?"))
-
-
-def test_half_a_character() -> None:
-    with pytest.raises(DataError, match=r"a lone surrogate \(\\ud83d\)"):
-        render_prompt(plain(), turns("1+\ud83d"))
-
-
-def test_text_is_no_list_of_messages() -> None:
-    for text in ("1+2=", ["1+2="], {"role": "user", "content": "1+2="}):
-        with pytest.raises(DataError, match=r'must be a list of messages, such as \[\{"role": "user".*1\+2='):
-            render_prompt(plain(), text)  # type: ignore[arg-type]
-
-
-def test_empty_prompts() -> None:
-    with pytest.raises(DataError, match="has no token; give at least one message"):
-        render_prompt(plain(), turns(""))
-    with pytest.raises(DataError, match="has no token"):
-        render_prompt(plain(), [])
-
-
-def test_no_end_token() -> None:
-    tokenizer = plain()
-    tokenizer.eos_token = None
-    with pytest.raises(DataError, match="has no end-of-sequence token"):
-        render_completion(tokenizer, Sample("s", turns("1+2="), "3", "3"))
-
-
-def test_rows_are_padded_on_the_right() -> None:
-    ids, lengths = pad_rows([[1, 2, 3], [4], []], 9)
-    assert ids.tolist() == [[1, 2, 3], [4, 9, 9], [9, 9, 9]]
-    assert lengths.tolist() == [3, 1, 0]
-    assert ids.dtype == lengths.dtype == torch.int64
-
-
 def test_masks_go_with_them() -> None:
     rows = pad_rendered([([1, 2, 3], [False, True, True]), ([4], [True])], 0)
     assert rows.input_ids.tolist() == [[1, 2, 3], [4, 0, 0]]
@@ -304,6 +214,27 @@ def test_masks_go_with_them() -> None:
     assert rows.token_mask.tolist() == [[0.0, 1.0, 1.0], [1.0, 0.0, 0.0]]
 
 
-def test_no_rows() -> None:
+@pytest.mark.parametrize(
+    ("messages", "problem"),
+    [
+        (turns("1+X?"), r"no token for \['\?', 'X'\] in '1\+X\?'"),
+        (turns("1+\ud83d"), r"a lone surrogate \(\\ud83d\)"),
+        ("1+2=", r'must be a list of messages, such as \[\{"role": "user".*1\+2='),
+        (["1+2="], r"must be a list of messages, such as .*1\+2="),
+        ({"role": "user", "content": "1+2="}, r"must be a list of messages, such as .*1\+2="),
+        (turns(""), "has no token; give at least one message"),
+        ([], "has no token"),
+    ],
+)
+def test_a_prompt_that_cannot_be_rendered_is_told(messages: Any, problem: str) -> None:
+    with pytest.raises(DataError, match=problem):
+        render_prompt(plain(), messages)
+
+
+def test_no_end_token_and_no_rows() -> None:
+    tokenizer = plain()
+    tokenizer.eos_token = None
+    with pytest.raises(DataError, match="has no end-of-sequence token"):
+        render_completion(tokenizer, Sample("s", turns("1+2="), "3", "3"))
     with pytest.raises(DataError, match="cannot make a batch of no rows"):
         pad_rows([], 0)

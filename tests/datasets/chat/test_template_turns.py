@@ -75,47 +75,27 @@ UNTHOUGHT = "<think>\n\n</think>\n\n"
 U, A = "<|im_start|>user\n", "<|im_start|>assistant\n"
 
 
+H = "<|im_start|>assistant"
+
+
 @pytest.mark.parametrize(
-    ("template", "last", "assistant"),
+    ("template", "text"),
     [
-        (
-            CHATML,
-            f"{U}hi{END}\n{A}one{END}\n{U}ok{END}\n{A}{{two{END}}}",
-            f"{U}hi{END}\n{A}{{one{END}}}\n{U}ok{END}\n{A}{{two{END}}}",
-        ),
-        (
-            QWEN3,
-            f"{U}hi{END}\n{A}one{END}\n{U}ok{END}\n{A}{{{UNTHOUGHT}two{END}}}",
-            f"{U}hi{END}\n{A}{{one{END}}}\n{U}ok{END}\n{A}{{{UNTHOUGHT}two{END}}}",
-        ),
-        (
-            HARMONY,
-            f"{U}hi{END}\n<|im_start|>assistant<|final|>one{END}\n{U}ok{END}\n<|im_start|>assistant{{<|final|>two{END}}}",
-            f"{U}hi{END}\n<|im_start|>assistant{{<|final|>one{END}}}\n{U}ok{END}\n<|im_start|>assistant{{<|final|>two{END}}}",
-        ),
-        (
-            LLAMA2,
-            "<bos>[INST] hi [/INST] one <eos><bos>[INST] ok [/INST]{ two <eos>}",
-            "<bos>[INST] hi [/INST]{ one <eos>}<bos>[INST] ok [/INST]{ two <eos>}",
-        ),
-        (
-            MISTRAL,
-            "<bos>[INST] hi [/INST] one<eos>[INST] ok [/INST]{ two<eos>}",
-            "<bos>[INST] hi [/INST]{ one<eos>}[INST] ok [/INST]{ two<eos>}",
-        ),
-        (
-            VICUNA,
-            "USER: hi ASSISTANT: one<eos>USER: ok ASSISTANT:{ two<eos>}",
-            "USER: hi ASSISTANT:{ one<eos>}USER: ok ASSISTANT:{ two<eos>}",
-        ),
+        (CHATML, f"{U}hi{END}\n{A}{{one{END}}}\n{U}ok{END}\n{A}{{two{END}}}"),
+        (QWEN3, f"{U}hi{END}\n{A}{{one{END}}}\n{U}ok{END}\n{A}{{{UNTHOUGHT}two{END}}}"),
+        (HARMONY, f"{U}hi{END}\n{H}{{<|final|>one{END}}}\n{U}ok{END}\n{H}{{<|final|>two{END}}}"),
+        (LLAMA2, "<bos>[INST] hi [/INST]{ one <eos>}<bos>[INST] ok [/INST]{ two <eos>}"),
+        (MISTRAL, "<bos>[INST] hi [/INST]{ one<eos>}[INST] ok [/INST]{ two<eos>}"),
+        (VICUNA, "USER: hi ASSISTANT:{ one<eos>}USER: ok ASSISTANT:{ two<eos>}"),
     ],
     ids=["chatml", "qwen3", "harmony", "llama2", "mistral", "vicuna"],
 )
-def test_rows_of_known_templates(template: str, last: str, assistant: str) -> None:
+def test_rows_of_known_templates(template: str, text: str) -> None:
+    """Trained on all answers as shown, or on the last, which is what generation continues."""
     made, messages = tokenizer(template), talk("hi", "one", "ok", "two")
-    rendered = render_conversation(made, messages, "last")
+    assert shown(made, render_conversation(made, messages, "assistant")) == text
+    rendered, last = render_conversation(made, messages, "last"), text.replace("{", "", 1).replace("}", "", 1)
     assert shown(made, rendered) == last
-    assert shown(made, render_conversation(made, messages, "assistant")) == assistant
     prompt = render_prompt(made, messages[:3])
     assert made.decode(prompt) == last.partition("{")[0]
     assert rendered[0] == prompt + render_completion(made, Sample("s", messages[:3], "", "two"))
@@ -166,14 +146,6 @@ def test_steps_of_an_answer_follow_what_the_template_writes_before_it() -> None:
     prompt = made.decode(render_prompt(made, talk("hi")))
     assert made.decode(ids) == f"{prompt}{UNTHOUGHT}a:b:{END}"
     assert [made.decode(ids[:end]).removeprefix(prompt) for end in ends] == [UNTHOUGHT + "a:", UNTHOUGHT + "a:b:"]
-
-
-def test_space_before_an_answer_that_has_space_itself() -> None:
-    """The template's output with a single space: a template that trims does not leave two."""
-    expected = {LLAMA2: "  two \n <eos>", MISTRAL: " two<eos>", VICUNA: "  two \n<eos>"}
-    for template, text in expected.items():
-        made = tokenizer(template)
-        assert made.decode(render_completion(made, Sample("s", talk("hi"), "", " two \n"))) == text
 
 
 def test_a_tokenizer_that_puts_a_space_before_each_text_puts_no_second_one() -> None:
@@ -249,14 +221,6 @@ def test_calls_need_a_chat_template() -> None:
         render_conversation(tokenizer(""), HALVED)
 
 
-def test_reasoning_that_a_template_drops_from_earlier_turns() -> None:
-    """The prompt of the second turn has no thoughts any more, so not all turns can be trained in one row."""
-    made = tokenizer(CALLS.replace("if m.reasoning_content", "if m.reasoning_content and loop.last"))
-    turns = [*HALVED, {"role": "user", "content": "and"}, {"role": "assistant", "content": "so"}]
-    with pytest.raises(DataError, match="rewrites turn 4, of the assistant, when later turns follow"):
-        render_conversation(made, turns, "assistant")
-
-
 @pytest.mark.parametrize(
     ("template", "warned"), [(CHATML, False), (LLAMA2, False), ("", False), (CHATML.replace("<|im_end|>", "##"), True)]
 )
@@ -302,6 +266,7 @@ NO_USER = "{% if messages[0].role != 'system' %}{{ raise_exception('no system me
         CHATML.replace("m.content", "(m.content | reverse)"),
         "{{ messages[0].content }}",
         "{{ raise_exception('no conversation is accepted') }}",
+        *(chat_formats.tokenizer(name).chat_template for name in chat_formats.TEMPLATES),
     ],
 )
 def test_a_template_that_writes_the_text_of_a_user_message_or_rejects_it(template: str) -> None:
@@ -320,14 +285,3 @@ def test_a_template_that_writes_the_text_of_a_user_message_or_rejects_it(templat
 def test_a_template_that_drops_the_text_of_a_user_message(template: str) -> None:
     with pytest.raises(DataError, match=r"does not write the text of a user message.*`role` and `content`"):
         require_contents(tokenizer(template))
-
-
-@pytest.mark.parametrize("name", chat_formats.TEMPLATES)
-def test_published_templates_write_the_text_of_a_user_message(name: str) -> None:
-    require_contents(chat_formats.tokenizer(name))
-
-
-@pytest.mark.parametrize(("template", "start"), [(DOTTED, "user:"), (NAMED, "Is the content of text unsafe: ")])
-def test_a_template_that_reads_the_type_of_parts_is_given_parts(template: str, start: str) -> None:
-    made = tokenizer(template)
-    assert made.decode(render_prompt(made, talk("hi"))) == start + "hi"

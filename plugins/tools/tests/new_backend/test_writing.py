@@ -1,7 +1,7 @@
 """`rlframework new-backend`: what it writes, what it refuses, and that it writes whole or not at all.
 
 That a backend installs, is listed, and fails the suite with what to write next: `tests/docs/test_write_a_backend.py`;
-that an engine passes its suite: `tests/docs/test_write_an_engine.py`.
+that an engine passes its suite: the same.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The calls of published models are read in the form that their chat template writes, or tools are rejected."""
+"""Chat templates of published models: their calls are read or tools rejected, and calls of earlier turns render."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import published_templates
 import pytest
-from chat_formats import tokenizer
 
 from rlframework.base.errors import DataError
 from rlframework.datasets.chat.chat_format import ChatFormat
@@ -114,15 +113,11 @@ def own_call(name: str) -> bool | None:
 
 
 @pytest.mark.slow
-def test_a_sample_of_published_templates_has_its_own_calls_read_or_is_rejected() -> None:
-    assert [name for name in published_templates.names()[::40] if own_call(name) is False] == []
-
-
-@pytest.mark.thorough
-def test_all_published_templates_have_their_own_calls_read_or_are_rejected() -> None:
-    found = {name: own_call(name) for name in published_templates.names()}
+@pytest.mark.parametrize("step", [40, pytest.param(1, marks=pytest.mark.thorough)], ids=["some", "all"])
+def test_published_templates_have_their_own_calls_read_or_are_rejected(step: int) -> None:
+    found = {name: own_call(name) for name in published_templates.names()[::step]}
     assert [name for name, read in found.items() if read is False] == []
-    assert sum(read is True for read in found.values()) > 600
+    assert step > 1 or sum(read is True for read in found.values()) > 600
 
 
 def test_a_response_template_of_the_tokenizer_comes_first() -> None:
@@ -157,8 +152,68 @@ def test_a_response_template_of_the_tokenizer_comes_first() -> None:
     assert cut["function"] == {"name": "", "arguments": "<|tool_call>call:add{a:"}
 
 
-def test_without_a_template_calls_are_those_of_hermes() -> None:
-    model = deepcopy(tokenizer("chatml"))
-    model.chat_template = None
-    reply = ChatFormat(model).parse(model(HERMES)["input_ids"], TOOLS)
-    assert json.loads(reply["tool_calls"][0]["function"]["arguments"]) == ARGUMENTS
+PROBE = "7305186249"
+WRITTEN = (
+    "", '{"a": 7305186249', "[7305186249]", "7305186249", "null", '"7305186249"', '{"a": "7305186249 \\ud83d"}',
+    '{"a": {"b": [7305186249, null]}}',
+)  # fmt: skip
+"""Arguments that a model may write: several kinds of JSON and none, and half of a character."""
+
+ITERATING = (
+    "Qwen-Qwen3.5-0.8B", "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "zai-org-GLM-4.5-Air", "GLM-4.6", "GLM-4.7-Flash",
+    "LFM2.5-8B-A1B",
+)  # fmt: skip
+"""Templates that take the items of the arguments."""
+
+
+def conversation(arguments: Any) -> list[Any]:
+    call = {"id": "abcdef000", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    return [
+        {"role": "user", "content": "1+2?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "error", "tool_call_id": "abcdef000", "name": "add"},
+    ]
+
+
+def rejected(name: str) -> list[str]:
+    """The arguments that the template rejects or leaves out, although it writes those of a well-formed call."""
+    model = published_templates.with_template(name)
+
+    def rendered(arguments: str) -> str | None:
+        try:
+            return apply_template(model, conversation(arguments), TOOLS, prompt=True)
+        except DataError:
+            return None
+
+    if PROBE not in (rendered(f'{{"a": {PROBE}}}') or ""):
+        return []
+    found = {arguments: rendered(arguments) for arguments in WRITTEN}
+    return [
+        arguments
+        for arguments, text in found.items()
+        if text is None or (PROBE in arguments and PROBE not in text) or "\ud83d" in text
+    ]
+
+
+def takes(name: str, arguments: Any) -> bool:
+    """Whether the template itself takes `arguments`, without any of our code."""
+    model = published_templates.with_template(name)
+    try:
+        return bool(model.apply_chat_template(conversation(arguments), tools=TOOLS, tokenize=False))
+    except Exception:  # noqa: BLE001 - a template can raise anything
+        return False
+
+
+@pytest.mark.parametrize("name", ITERATING)
+def test_arguments_that_are_no_object_are_rendered_where_a_template_wants_one(name: str) -> None:
+    assert takes(name, {"a": 1})
+    assert not takes(name, '{"a":')
+    assert rejected(name) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [20, pytest.param(1, marks=pytest.mark.thorough)], ids=["some", "all"])
+def test_arguments_are_rendered_by_published_templates(step: int) -> None:
+    names = published_templates.names()[::step]
+    assert {name: kinds for name in names if (kinds := rejected(name))} == {}
+    assert step > 1 or sum(takes(name, {"a": 1}) and not takes(name, '{"a":') for name in names) > 100
