@@ -2,75 +2,57 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 from typing import Any
 
 import pytest
 
 
-async def send(served: Any, method: str = "POST", path: str = "/v1/completions", **body: Any) -> Any:
-    import httpx
-
-    async with httpx.AsyncClient(trust_env=False) as client:
-        sent = {"Authorization": f"Bearer {served.session.token}"}
-        root = served.base_url.removesuffix("/v1")
-        return await client.request(method, f"{root}{path}", content=json.dumps(body), headers=sent)
+async def complete(served: Any, **body: Any) -> Any:
+    return await served.send("/completions", body)
 
 
 def ids(served: Any, text: str) -> list[int]:
     return list(served.completer.tokenizer(text)["input_ids"])
 
 
-def test_prompts_are_texts_or_token_ids_and_not_rendered(serving: Any) -> None:
-    async def run() -> None:
-        async with serving() as served:
-            for prompt in ("ab", ["ab"], ids(served, "ab"), [ids(served, "ab")]):
-                (choice,) = (await send(served, prompt=prompt, max_tokens=3)).json()["choices"]
-                assert choice == {"index": 0, "text": "hel", "logprobs": None, "finish_reason": "length"}
-            assert [asked[0] for asked in served.completer.asked] == [ids(served, "ab")] * 4
-            assert len({asked[1] for asked in served.completer.asked}) == 4  # seeds: an attempt's tries differ
-
-    asyncio.run(run())
+async def test_prompts_are_texts_or_token_ids_and_not_rendered(served: Any) -> None:
+    for prompt in ("ab", ["ab"], ids(served, "ab"), [ids(served, "ab")]):
+        (choice,) = (await complete(served, prompt=prompt, max_tokens=3)).json()["choices"]
+        assert choice == {"index": 0, "text": "hel", "logprobs": None, "finish_reason": "length"}
+    assert [asked[0] for asked in served.completer.asked] == [ids(served, "ab")] * 4
+    assert len({asked[1] for asked in served.completer.asked}) == 4  # seeds: an attempt's tries differ
 
 
-def test_the_completions_of_several_prompts_are_in_order_and_recorded(serving: Any) -> None:
-    async def run() -> None:
-        async with serving(max_turns=4) as served:
-            reply = (await send(served, prompt=["ab", "c"], n=2, stop="lo", echo=True, logprobs=None)).json()
-            assert [(one["index"], one["text"], one["finish_reason"]) for one in reply["choices"]] == [
-                (0, "abhel", "stop"), (1, "abhel", "stop"), (2, "chel", "stop"), (3, "chel", "stop"),
-            ]  # fmt: skip
-            assert reply["usage"] == {"prompt_tokens": 3, "completion_tokens": 4 * 5, "total_tokens": 23}
-            rows = served.session.trajectory.rows
-            assert sorted(row.token_ids.tolist() for row in rows) == sorted(
-                [ids(served, "abhello")] * 2 + [ids(served, "chello")] * 2
-            )
-            assert [int(row.token_mask.sum()) for row in rows] == [5] * 4
-            assert sorted((turn["content"], turn["trained"]) for turn in served.session.transcript) == sorted(
-                [("ab", False), ("hel", True)] * 2 + [("c", False), ("hel", True)] * 2
-            )
-            refused = await send(served, prompt="ab")
-            assert (refused.status_code, refused.json()["error"]["code"]) == (400, "max_turns")
-
-    asyncio.run(run())
+async def test_the_completions_of_several_prompts_are_in_order_and_recorded(serving: Any) -> None:
+    async with serving(max_turns=4) as served:
+        reply = (await complete(served, prompt=["ab", "c"], n=2, stop="lo", echo=True, logprobs=None)).json()
+        assert [(one["index"], one["text"], one["finish_reason"]) for one in reply["choices"]] == [
+            (0, "abhel", "stop"), (1, "abhel", "stop"), (2, "chel", "stop"), (3, "chel", "stop"),
+        ]  # fmt: skip
+        assert reply["usage"] == {"prompt_tokens": 3, "completion_tokens": 4 * 5, "total_tokens": 23}
+        rows = served.session.trajectory.rows
+        assert sorted(row.token_ids.tolist() for row in rows) == sorted(
+            [ids(served, "abhello")] * 2 + [ids(served, "chello")] * 2
+        )
+        assert [int(row.token_mask.sum()) for row in rows] == [5] * 4
+        assert sorted((turn["content"], turn["trained"]) for turn in served.session.transcript) == sorted(
+            [("ab", False), ("hel", True)] * 2 + [("c", False), ("hel", True)] * 2
+        )
+        refused = await complete(served, prompt="ab")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "max_turns")
 
 
-def test_without_a_scorer_only_sampled_tokens_have_log_probabilities(serving: Any) -> None:
-    async def run() -> None:
-        async with serving() as served:
-            reply = (await send(served, prompt="ab", max_tokens=2, logprobs=0)).json()
-            assert reply["choices"][0]["logprobs"] == {
-                "tokens": ["h", "e"],
-                "token_logprobs": [-1.0, -2.0],
-                "top_logprobs": [{"h": -1.0}, {"e": -2.0}],
-                "text_offset": [0, 1],
-            }
-            for wrong in ({"logprobs": 1}, {"logprobs": 0, "echo": True}):
-                assert "worker_group.name=inline" in (await send(served, prompt="ab", **wrong)).text
-            assert len(served.completer.asked) == 1
-
-    asyncio.run(run())
+async def test_without_a_scorer_only_sampled_tokens_have_log_probabilities(served: Any) -> None:
+    reply = (await complete(served, prompt="ab", max_tokens=2, logprobs=0)).json()
+    assert reply["choices"][0]["logprobs"] == {
+        "tokens": ["h", "e"],
+        "token_logprobs": [-1.0, -2.0],
+        "top_logprobs": [{"h": -1.0}, {"e": -2.0}],
+        "text_offset": [0, 1],
+    }
+    for wrong in ({"logprobs": 1}, {"logprobs": 0, "echo": True}):
+        assert "worker_group.name=inline" in (await complete(served, prompt="ab", **wrong)).text
+    assert len(served.completer.asked) == 1
 
 
 class Scorer:
@@ -81,26 +63,22 @@ class Scorer:
         return [None, *({token: -float(place), **best} for place, token in enumerate(ids[1:], 1))]
 
 
-def test_log_probabilities_of_prompt_and_completion(serving: Any) -> None:
-    async def run() -> None:
-        async with serving() as served:
-            served.endpoint._scorer = Scorer()
-            best = served.completer.tokenizer.decode([5])
-            echoed = (await send(served, prompt="ab", max_tokens=1, logprobs=1, echo=True)).json()["choices"][0]
-            assert echoed["logprobs"] == {
-                "tokens": ["a", "b", "h"],
-                "token_logprobs": [None, -1.0, -2.0],
-                "top_logprobs": [None, {"b": -1.0, best: -0.5}, {"h": -2.0, best: -0.5}],
-                "text_offset": [0, 1, 2],
-            }
-            alone = (await send(served, prompt="ab", max_tokens=1, logprobs=1)).json()["choices"][0]
-            assert alone["logprobs"]["top_logprobs"] == [{"h": -2.0, best: -0.5}]
-            assert len(served.completer.asked) == 2
-            scored = (await send(served, prompt="ab", max_tokens=0, logprobs=0, echo=True)).json()["choices"][0]
-            assert (scored["text"], scored["logprobs"]["token_logprobs"]) == ("ab", [None, -1.0])
-            assert len(served.completer.asked) == 2  # nothing more was sampled
-
-    asyncio.run(run())
+async def test_log_probabilities_of_prompt_and_completion(served: Any) -> None:
+    served.endpoint._scorer = Scorer()
+    best = served.completer.tokenizer.decode([5])
+    echoed = (await complete(served, prompt="ab", max_tokens=1, logprobs=1, echo=True)).json()["choices"][0]
+    assert echoed["logprobs"] == {
+        "tokens": ["a", "b", "h"],
+        "token_logprobs": [None, -1.0, -2.0],
+        "top_logprobs": [None, {"b": -1.0, best: -0.5}, {"h": -2.0, best: -0.5}],
+        "text_offset": [0, 1, 2],
+    }
+    alone = (await complete(served, prompt="ab", max_tokens=1, logprobs=1)).json()["choices"][0]
+    assert alone["logprobs"]["top_logprobs"] == [{"h": -2.0, best: -0.5}]
+    assert len(served.completer.asked) == 2
+    scored = (await complete(served, prompt="ab", max_tokens=0, logprobs=0, echo=True)).json()["choices"][0]
+    assert (scored["text"], scored["logprobs"]["token_logprobs"]) == ("ab", [None, -1.0])
+    assert len(served.completer.asked) == 2  # nothing more was sampled
 
 
 def test_tokens_with_the_same_text_have_the_larger_log_probability() -> None:
@@ -112,17 +90,13 @@ def test_tokens_with_the_same_text_have_the_larger_log_probability() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"stream_options": {"include_usage": True}}])
-def test_completions_are_streamed_to_the_openai_client(serving: Any, options: Any) -> None:
-    async def run() -> None:
-        async with serving() as served, served.client() as client:
-            asked = {"model": "policy", "prompt": ["a", "b"], "stream": True, **options}
-            events = [event async for event in await client.completions.create(**asked)]
-            choices = [[(one.index, one.text, one.finish_reason) for one in event.choices] for event in events]
-            assert choices[:2] == [[(0, "hello", "stop")], [(1, "hello", "stop")]]
-            used = [(event.choices, event.usage.total_tokens) for event in events[2:]]
-            assert used == ([([], 2 + 2 * 6)] if options else [])
-
-    asyncio.run(run())
+async def test_completions_are_streamed_to_the_openai_client(client: Any, options: Any) -> None:
+    asked = {"model": "policy", "prompt": ["a", "b"], "stream": True, **options}
+    events = [event async for event in await client.completions.create(**asked)]
+    choices = [[(one.index, one.text, one.finish_reason) for one in event.choices] for event in events]
+    assert choices[:2] == [[(0, "hello", "stop")], [(1, "hello", "stop")]]
+    used = [(event.choices, event.usage.total_tokens) for event in events[2:]]
+    assert used == ([([], 2 + 2 * 6)] if options else [])
 
 
 @pytest.mark.parametrize(
@@ -141,25 +115,18 @@ def test_completions_are_streamed_to_the_openai_client(serving: Any, options: An
         ({"prompt": "a" * 3000}, "leaves no room for a turn"),
     ],
 )
-def test_what_is_not_served_is_rejected(serving: Any, body: dict[str, Any], problem: str) -> None:
-    async def run() -> None:
-        async with serving() as served:
-            reply = await send(served, **body)
-            assert reply.status_code == 400
-            assert problem in reply.json()["error"]["message"]
-            assert not served.completer.asked
-
-    asyncio.run(run())
+async def test_what_is_not_served_is_rejected(served: Any, body: dict[str, Any], problem: str) -> None:
+    reply = await complete(served, **body)
+    assert reply.status_code == 400
+    assert problem in reply.json()["error"]["message"]
+    assert not served.completer.asked
 
 
-def test_health_needs_no_token(serving: Any) -> None:
-    async def run() -> None:
-        async with serving() as served:
-            served.session.token = "wrong"
-            found = await send(served, "GET", "/health")
-            assert (found.status_code, found.json()) == (200, {"status": "ok"})
-            assert (await send(served, "HEAD", "/health")).status_code == 200
-            assert (await send(served, "POST", "/health")).status_code == 401
-            assert (await send(served, "GET", "/v1/health")).status_code == 401
-
-    asyncio.run(run())
+async def test_health_needs_no_token(served: Any) -> None:
+    served.session.token = "wrong"
+    served.base_url = served.base_url.removesuffix("/v1")
+    found = await served.send("/health", None, "GET")
+    assert (found.status_code, found.json()) == (200, {"status": "ok"})
+    assert (await served.send("/health", None, "HEAD")).status_code == 200
+    assert (await served.send("/health", None)).status_code == 401
+    assert (await served.send("/v1/health", None, "GET")).status_code == 401

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from judge_server import PROMPT, Answer, Server, completion, failure, serving
-from probe_runs import call, numbers_of, refused
+from judge_server import PROMPT, Answer, Server, completion, serving
+from probe_runs import call, numbers_of
 
 from rlframework import run
-from rlframework.base.errors import ConfigError
 from rlframework.huggingface.model_directories import make_llama
 from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.runner.launch import dry_run
@@ -67,16 +66,6 @@ def test_a_resumed_run_asks_nothing_twice_and_ends_with_the_same_numbers(judged,
     out = capfd.readouterr()
     assert KEY not in "".join([*written, replies.read_text(), out.out, out.err])
     assert VARIABLE in (tmp_path / "run" / "config.yaml").read_text()
-
-
-def test_a_wrong_key_is_an_error_before_anything_is_written_or_started(judged):
-    with serving(by_length) as server:
-        server.trial = failure(401, f"wrong key {KEY}")
-        text = refused(judged(server.url), ConfigError)
-    assert server.url in text
-    assert VARIABLE in text
-    assert KEY not in text
-    assert len(server.requests) == 1
 
 
 def test_a_plan_makes_no_request(judged):
