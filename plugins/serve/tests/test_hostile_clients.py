@@ -221,9 +221,7 @@ def effects() -> Iterator[list[str]]:
 
 
 @pytest.mark.slow
-async def test_what_a_client_sends_is_neither_executed_nor_written(
-    serving: Any, effects: list[str], tmp_path: Any
-) -> None:
+async def test_text_of_clients_is_not_executed(serving: Any, effects: list[str], tmp_path: Any) -> None:
     marker = tmp_path / "marker"
     texts = [
         f"{{{{ cycler.__init__.__globals__.os.system('touch {marker}') }}}}",

@@ -26,6 +26,8 @@ from rlframework.runner.parts import build_parts
 from rlframework_serve.agent_environment import openai_messages
 from rlframework_serve.server import MAX_BODY, MAX_BODY_WITH_IMAGES, Endpoint
 
+pytestmark = pytest.mark.slow
+
 IMAGE_TOKENS = {16: 4, 24: 6}
 """Tokens of an image of 16 pixels in height, by its width: one for 2 x 2 patches of 4 x 4 pixels."""
 
@@ -60,7 +62,6 @@ def vision(folder: Path) -> Any:
     )  # fmt: skip
 
 
-@pytest.mark.slow
 async def test_images_are_tokens_once_and_inputs_of_the_model(serving: Any, vision: Any) -> None:
     """Both APIs, in one conversation: the image of the first turn is in the prompt of the second, at its place."""
     tokenizer, _, inputs = vision
@@ -89,7 +90,6 @@ async def test_images_are_tokens_once_and_inputs_of_the_model(serving: Any, visi
         assert served.completer.media[3]["image_grid_thw"].tolist() == [[1, 4, 4]] * 2
 
 
-@pytest.mark.slow
 async def test_an_image_that_is_sent_again_is_stored_once(serving: Any, vision: Any) -> None:
     """Ten turns, each with all images so far: the session holds the bytes of the different images."""
 
@@ -109,7 +109,6 @@ async def test_an_image_that_is_sent_again_is_stored_once(serving: Any, vision: 
         )
 
 
-@pytest.mark.slow
 async def test_conversations_with_other_images_are_other_conversations(serving: Any, vision: Any) -> None:
     async with serving(vision=vision) as served, served.client() as client:
         for number in (1, 2):
@@ -137,7 +136,6 @@ BROKEN = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("address", BROKEN, ids=lambda address: address[:30] + address[-8:])
 async def test_an_image_that_cannot_be_used_is_400_with_its_place(serving: Any, vision: Any, address: str) -> None:
     from openai import BadRequestError
@@ -153,7 +151,6 @@ async def test_an_image_that_cannot_be_used_is_400_with_its_place(serving: Any, 
         assert len(served.session.pictures) == 1
 
 
-@pytest.mark.slow
 async def test_images_where_none_can_be(serving: Any, vision: Any) -> None:
     from openai import BadRequestError
 
@@ -215,7 +212,6 @@ def agents(folder: Path, tmp_path: Path, monkeypatch: Any) -> Any:
         yield parts
 
 
-@pytest.mark.slow
 def test_training_scores_what_agents_sampled_with_the_images_that_they_sent(agents: Any) -> None:
     """Contract 11: exact tokens, and log-probabilities within rounding; with images swapped they differ."""
     samples = [sample for sample in agents.environment.samples("train") for _ in range(2)]

@@ -106,7 +106,7 @@ def no_descriptors() -> Iterator[None]:
             os.close(number)
 
 
-def test_without_descriptors_there_is_one_warning_and_connections_wait(
+def test_connections_wait_for_descriptors(
     serving: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     import socket
@@ -134,9 +134,7 @@ def test_without_descriptors_there_is_one_warning_and_connections_wait(
     assert record.exc_info is None
 
 
-async def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenised(
-    serving: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_prompt_that_cannot_fit_is_not_tokenised(serving: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(max_body=4 * 2**20) as served:
         monkeypatch.setattr(chat_format.ChatFormat, "prompt", None)  # it would be a 500
         longest = max(map(len, served.completer.tokenizer.get_vocab()))
@@ -156,7 +154,7 @@ async def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenised(
         ([{"role": "user", "content": "a"}], "a" * 65_537, False),
     ],
 )
-async def test_a_long_prompt_is_tokenised_outside_the_event_loop(
+async def test_a_long_prompt_is_tokenised_outside_the_loop(
     serving: Any, monkeypatch: pytest.MonkeyPatch, said: Any, description: str, in_loop: bool
 ) -> None:
     threads: list[bool] = []
@@ -198,7 +196,7 @@ def test_a_token_id_beyond_64_bits_is_rejected() -> None:
             asyncio.run(scorer.answer({"prompt": [1, token], "prompt_logprobs": 0}, "policy"))
 
 
-def test_the_pixels_of_a_requests_new_images_are_bounded_before_they_are_decoded(
+def test_pixels_are_bounded_before_images_are_decoded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of 100 pixels each, where one image may have 100 and new ones 400 together."""
