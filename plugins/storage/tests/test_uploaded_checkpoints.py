@@ -84,9 +84,7 @@ def test_a_new_run_does_not_mix_its_checkpoints_with_those_of_another(run_config
     assert not (tmp_path / "second").exists()
 
 
-def test_an_upload_that_fails_at_the_end_is_an_error_after_the_model_is_saved(
-    run_config, tmp_path, options, monkeypatch, capsys
-):
+def test_an_upload_that_fails_at_the_end_is_an_error(run_config, tmp_path, options, monkeypatch, capsys):
     """By the command line, whose exit code tells a scheduler of jobs that the checkpoint is not there."""
     monkeypatch.setattr(
         "rlframework_storage.uploads.Uploads.__init__.__kwdefaults__", {"first_wait": 0.0, "attempts": 2}
