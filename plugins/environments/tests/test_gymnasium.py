@@ -50,17 +50,16 @@ def test_the_lake_is_crossed():
     assert outcomes[-1].metrics == {"accuracy": 1.0}
 
 
-def test_a_hole_ends_the_episode_without_reward():
-    environment = make(**LAKE, invalid_action_reward=-0.5)
-    outcomes = play(environment, environment.samples("train")[0], [says(t) for t in ("x", "right", "down", "left")])[2]
+def test_a_hole_or_the_last_step_ends_an_episode():
+    environment = make(**LAKE, invalid_action_reward=-0.5, render=True)
+    turns = [says(text) for text in ("x", "right", "down", "left")]
+    _, first, outcomes = play(environment, environment.samples("train")[0], turns)
+    assert first[0]["content"].endswith("\n\n[S]FFF\nFHFH\nFFFH\nHFFG")
     assert [(o.reward, o.done) for o in outcomes] == [(-0.5, False), (0.0, False), (0.0, True)]
     assert outcomes[-1].metrics == {"accuracy": 0.0}
-
-
-def test_the_lake_rendered():
-    environment = make(**LAKE, render=True)
-    first = play(environment, environment.samples("train")[0], [])[1]
-    assert first[0]["content"].endswith("\n\n[S]FFF\nFHFH\nFFFH\nHFFG")
+    truncated = make(**LAKE | {"arguments": {"is_slippery": False, "max_episode_steps": 2}})
+    outcomes = play(truncated, truncated.samples("train")[0], [says("left"), says("left")])[2]
+    assert [(o.reward, o.done) for o in outcomes] == [(0.0, False), (0.0, True)]
 
 
 def test_attempts_at_a_task_start_alike_and_share_nothing(tmp_path, monkeypatch):
@@ -76,6 +75,10 @@ def test_attempts_at_a_task_start_alike_and_share_nothing(tmp_path, monkeypatch)
     assert texts(first[0])[0].startswith("'xyz' is not an action")
     assert first[-1].done
     assert first[-1].reward == 0.5
+    assert sum(outcome.reward for outcome in first) < 0.5  # the total decides, with those of wrong words
+    assert first[-1].metrics == {"accuracy": 0.0}
+    solution = turns[len(first) - 1]
+    assert play(environment, sample, [solution])[2][-1].metrics == {"accuracy": 1.0}
     starts = {len(play(environment, each, turns)[2]) for each in environment.samples("train")}
     assert len(starts) > 1  # other seeds have other words
     assert sample.id != other.id
@@ -103,29 +106,3 @@ def test_splits_share_no_seed_and_equal_seeds_give_equal_tasks():
 def test_an_environment_that_cannot_be_played(keys, problem):
     with pytest.raises(ConfigError, match=problem):
         make(**keys)
-
-
-def test_a_truncated_episode_ends():
-    lake = LAKE | {"arguments": {"is_slippery": False, "max_episode_steps": 2}}
-    environment = make(**lake)
-    outcomes = play(environment, environment.samples("train")[0], [says("left"), says("left")])[2]
-    assert [(outcome.reward, outcome.done) for outcome in outcomes] == [(0.0, False), (0.0, True)]
-    assert outcomes[-1].metrics == {"accuracy": 0.0}
-
-
-def test_the_total_of_the_rewards_decides(tmp_path, monkeypatch):
-    """Rewards of -1 and 1 make 0, which solves nothing."""
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "swing_game.py").write_text(
-        GAME.replace("right / 2 - 0.5", "1.0 - 2.0 * (action != self.word)").replace("Guess-v0", "Swing-v0")
-    )
-    environment = make(id="swing_game:Swing-v0", solved_reward=0.5)
-    sample = environment.samples("train")[0]
-    words = [says(a + b) for a in "abc" for b in "abc"]
-    rewards = [outcome.reward for outcome in play(environment, sample, words)[2]]
-    solution = words[len(rewards) - 1]
-    wrong = next(word for word in words if word != solution)
-    last = play(environment, sample, [wrong, solution])[2][-1]
-    assert (last.reward, dict(last.metrics)) == (1.0, {"accuracy": 0.0})
-    assert play(environment, sample, [solution])[2][-1].metrics == {"accuracy": 1.0}
-    sys.modules.pop("swing_game")

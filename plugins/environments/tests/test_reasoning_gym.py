@@ -56,20 +56,6 @@ def test_every_task_by_name():
     assert not wrong
 
 
-@pytest.mark.parametrize("task", sorted(LITERALS | FORMULAS))
-def test_no_answer_is_executed(task, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    entry = dataset_of(task, {"seed": 1, "size": 1})[0]
-    given = {"task": task, "arguments": {}, "entry": entry}
-    hostile = [CALL, f"[{CALL}]", "x.func", "exec('1')", "open('marker', 'w')", "().__class__", "9**9**9**9;1"]
-    for answer in hostile:
-        assert score(Sample("0", (), "", metadata=given), answer) == {"reward": 0.0, "accuracy": 0.0}, answer
-    assert not (tmp_path / "marker").exists()
-    raw = dataset_of(task, {"seed": 1, "size": 1})
-    raw.score_answer(answer=CALL, entry=entry)
-    assert (tmp_path / "marker").exists()  # the scorer itself would run it, which is why the list above has it
-
-
 @pytest.mark.slow
 @UNCLOSED
 def test_the_lists_name_every_scorer_that_evaluates_an_answer(tmp_path, monkeypatch):
@@ -129,6 +115,9 @@ def recorded(evaluated, function):
         ("n_queens", "[['Q', '_']]", True),
         ("spiral_matrix", "[1, 2]", True),
         ("spiral_matrix", "range(3)", False),
+        ("spiral_matrix", "exec('1')", False),
+        ("countdown", "().__class__", False),
+        ("countdown", CALL, False),
     ],
 )
 def test_safe_answers(task, answer, kept):

@@ -20,6 +20,8 @@ from rlframework.interfaces.environment import AgentSession
 from rlframework_environments.config import VerifiersConfig
 from rlframework_environments.verifiers import VerifiersEnvironment
 
+pytestmark = pytest.mark.slow
+
 PYTHON = os.environ.get("VERIFIERS_PYTHON", "")
 SESSION = AgentSession("http://127.0.0.1:9/v1", "key", "policy", "1")
 
@@ -81,7 +83,6 @@ def test_the_reward_is_the_mean_of_the_agents_that_train(make):
     assert (outcome.reward, dict(outcome.metrics)) == (0.75, {"turns": 3.5, "right": 0.75})
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "problem"),
     [
@@ -100,7 +101,6 @@ def test_an_attempt_that_fails(make, task, problem):
     assert asyncio.run(other).reward == 0.75
 
 
-@pytest.mark.slow
 def test_an_attempt_is_cancelled(make):
     environment = make("hangs")
 
@@ -115,7 +115,6 @@ def test_an_attempt_is_cancelled(make):
     wait_for("cancelled")
 
 
-@pytest.mark.slow
 def test_a_process_that_ends_is_started_again(make):
     environment = make("ends", "means")
     with pytest.raises(
@@ -140,7 +139,6 @@ def test_an_environment_that_cannot_be_used(make, keys, problem):
         make("a", **keys).samples("train")
 
 
-@pytest.mark.slow
 def test_a_start_that_takes_too_long(make, monkeypatch, tmp_path):
     monkeypatch.setattr("rlframework_environments.verifiers._END_SECONDS", 0.5)  # it does not end by itself
     slow = tmp_path / "slow"
@@ -155,7 +153,6 @@ def test_a_system_prompt_is_the_tasksets():
         VerifiersConfig(python="python", settings={}, system_prompt="Think.")
 
 
-@pytest.mark.slow
 def test_only_named_variables_are_passed(make, monkeypatch):
     monkeypatch.setenv("SECRET", "kept")
     monkeypatch.setenv("GIVEN", "x")
@@ -208,14 +205,12 @@ def check(history, samples):
         assert sample["reward"] == pytest.approx(sum(letter.isdigit() for letter in text) / max(len(text), 1))
 
 
-@pytest.mark.slow
 def test_a_run(run_config, tmp_path, python):
     check(
         *train(run_config, tmp_path, 2, python=python, settings={"taskset": {"prompts": [f"{n}=" for n in range(8)]}})
     )
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(
     not Path(PYTHON).is_file(), reason="VERIFIERS_PYTHON is not the Python of an environment with verifiers"
 )

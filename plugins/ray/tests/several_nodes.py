@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import threading
 import time
 import traceback
 
@@ -82,14 +81,6 @@ def one_group_a_node(nodes):
     return {**answer, "peaceful": peaceful, "running": running, "all_free": free_cpus()}
 
 
-def one_group_for_all(nodes):
-    cluster = reserve([4], placement_group_strategy="SPREAD")
-    cluster._init_placement_groups(use_unified_pg=True)
-    places = cluster.placements()
-    cluster.shutdown()
-    return [[place.bundle, place.node_id, place.node_rank, place.local_rank] for place in places]
-
-
 def too_few_resources(nodes):
     cluster = reserve([3, 3])
     too_many_nodes = told(cluster.get_placement_groups)
@@ -99,43 +90,6 @@ def too_few_resources(nodes):
     others_have_it = told(reserve([1], ready_timeout=2.0).get_placement_groups)
     busy.shutdown()
     return {"nodes": too_many_nodes, "all": too_much, "busy": others_have_it, "all_free": free_cpus()}
-
-
-def a_node_becomes_free(nodes):
-    """One node is in use by another group, for good at first, and then until shortly after the request."""
-    free_cpus()
-    busy = reserve([2])
-    busy.get_placement_groups()
-    while ray.available_resources()["CPU"] != 2 * len(nodes):
-        time.sleep(0.05)
-    begun = time.monotonic()
-    late = reserve([1] * (len(nodes) + 1), ready_timeout=0.5)
-    found = [len({place.node_id for place in late.placements()})]
-    seconds = time.monotonic() - begun
-    late.shutdown()
-    cluster = reserve([1] * (len(nodes) + 1))
-    asking = threading.Thread(target=cluster.get_placement_groups)
-    asking.start()
-    time.sleep(0.5)
-    busy.shutdown()
-    asking.join()
-    found.append(len({place.node_id for place in cluster.placements()}))
-    cluster.shutdown()
-    return {"found": found, "seconds": seconds}
-
-
-def the_cluster_grows(nodes):
-    """The cluster is too small at first and is checked again until it is large enough."""
-    cluster = reserve([2] * (len(nodes) + 2), max_retries=4)
-    asking = threading.Thread(target=cluster.get_placement_groups)
-    asking.start()
-    time.sleep(0.5)
-    nodes.append(add_node())
-    asking.join()
-    found = len({place.node_id for place in cluster.placements()})
-    cluster.shutdown()
-    CLUSTER.remove_node(nodes.pop())
-    return found
 
 
 def two_groups_share(nodes):
@@ -217,16 +171,6 @@ def configured_groups(nodes):
     }
 
 
-def killed_on_another_node(nodes):
-    group = configured(2, workers_per_node=1)
-    who = ask(group, "who")
-    here = ray.get_runtime_context().get_node_id()
-    rank = next(each["rank"] for each in who if each["node_id"] != here)
-    error = told(lambda: ask(group, "die", only=rank))
-    running = [each["pid"] for each in who if os.path.exists(f"/proc/{each['pid']}")]
-    return {"error": error, "rank": rank, "running": running, "ended": group.shutdown()}
-
-
 def a_node_falls_silent(nodes):
     """All processes of a worker's node (not the head) stop, so that no connection is closed; before, both were busy."""
     heartbeat.PERIOD, heartbeat.TIMEOUT = 0.2, 0.5
@@ -249,14 +193,10 @@ def a_node_falls_silent(nodes):
 
 SCENARIOS = (
     configured_groups,
-    killed_on_another_node,
     one_group_a_node,
-    one_group_for_all,
     too_few_resources,
-    a_node_becomes_free,
     two_groups_share,
     a_node_leaves,
-    the_cluster_grows,
     a_node_falls_silent,
 )
 

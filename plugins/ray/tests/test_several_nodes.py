@@ -58,17 +58,6 @@ def test_each_node_has_the_requested_workers_and_ranks_follow_nodes(of):
     assert (told["peaceful"], told["running"], told["all_free"]) == (True, [], True)
 
 
-def test_a_unified_placement_group_spreads_and_ranks_follow_nodes(of):
-    bundles, nodes, node_ranks, local_ranks = zip(*of("one_group_for_all"), strict=True)
-    assert sorted(bundles) == [0, 1, 2, 3]
-    assert len(set(nodes)) == 3
-    assert list(node_ranks) == sorted(node_ranks)
-    assert [nodes.index(node) for node in nodes] == sorted(nodes.index(node) for node in nodes)  # one after the other
-    for node in set(nodes):
-        ranks = [local for local, where in zip(local_ranks, nodes, strict=True) if where == node]
-        assert ranks == list(range(len(ranks)))
-
-
 def test_insufficient_and_busy_resources_are_reported_per_node(of):
     told = of("too_few_resources")
     for error in (told["nodes"], told["all"]):
@@ -82,16 +71,6 @@ def test_insufficient_and_busy_resources_are_reported_per_node(of):
     assert "TimeoutError" in error["classes"]
     assert "CPU 2 (0 free)" in error["message"]
     assert told["all_free"]
-
-
-def test_a_cluster_may_grow_while_waiting(of):
-    assert of("the_cluster_grows") == 3  # two are left of the three, and one came
-
-
-def test_groups_wait_a_moment_for_a_node_of_their_own(of):
-    told = of("a_node_becomes_free")
-    assert told["found"] == [2, 3]  # two groups share a node that has room rather than wait for one in use
-    assert told["seconds"] < 15
 
 
 def test_two_groups_share_the_bundles_and_a_third_is_rejected(of):
@@ -144,15 +123,6 @@ def test_configured_workers_get_addresses_threads_and_named_variables(of):
     assert "ConfigError" in told["uneven"]["classes"]
     message = "worker_group.num_workers=3 is not divisible by worker_group.workers_per_node=2"
     assert message in told["uneven"]["message"]
-
-
-def test_a_worker_killed_on_another_node_is_reported_with_its_standard_error(of):
-    told = of("killed_on_another_node")
-    assert told["error"]["classes"][0] == "WorkerLost"
-    assert told["error"]["message"].startswith(f"the process of rank {told['rank']} of 2 on node ")
-    assert told["error"]["message"].endswith("\nlast words of the dying")
-    assert told["error"]["seconds"] < 55
-    assert told["running"] == []
 
 
 def test_a_node_that_falls_silent_is_lost_and_busy_workers_are_not(of):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import time
-from pathlib import Path
 
 import pytest
 import ray
@@ -195,15 +194,3 @@ def _bind_soon(free, address, seconds=60.0):
             if time.monotonic() > until:
                 raise
             time.sleep(0.05)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not Path("/dev/nvidia0").exists(), reason="needs a GPU")
-@pytest.mark.xdist_group("ray")
-@pytest.mark.usefixtures("ray_session")
-def test_a_bundle_has_one_gpu():
-    cluster = RayVirtualCluster([1], max_retries=1)
-    try:
-        assert placement_group_table(cluster.get_placement_groups()[0])["bundles"][0] == {"CPU": 1.0, "GPU": 1.0}
-    finally:
-        cluster.shutdown()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 
 import pytest
 import ray
@@ -12,7 +11,7 @@ from probe_options import OUTER
 from rlframework.base.errors import BatchError
 from rlframework.workers.failures import FAILURE, portable
 from rlframework_ray.virtual_cluster import RayVirtualCluster
-from rlframework_ray.worker_actor import Configuration, Description, WorkerClassError, find_class, split_path
+from rlframework_ray.worker_actor import Configuration, Description, WorkerClassError, find_class
 from rlframework_ray.worker_builder import RayWorkerBuilder, recursive_merge_options, worker_options
 
 pytestmark = pytest.mark.slow
@@ -26,11 +25,6 @@ def described(**options):
 
 
 # -- the class --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("path", ["a.b.C", "a.b:C"])
-def test_both_forms_of_import_path_are_equivalent(path):
-    assert split_path(path) == ("a.b", "C")
 
 
 @pytest.mark.parametrize("path", ["C", "", "a:", ":C", "a b.C", "a..C"])
@@ -143,36 +137,6 @@ def place(ray_session):
 @pytest.mark.xdist_group("ray")
 class TestOnRay:
     """Single workers, each created by its own initializer."""
-
-    @pytest.mark.thorough  # that of a group is in test_worker_group
-    def test_the_driver_does_not_import_the_workers_module(self, place, monkeypatch):
-        monkeypatch.setenv("SECRET_OF_THE_DRIVER", "x")
-        options = {"runtime_env": {"env_vars": {"RANK": "5", "GIVEN": "yes"}}}
-        before = copy.deepcopy(options)
-        worker = RayWorkerBuilder("probe_group_workers:Plain", "word", more=1)(place, 0, 0, **options)
-        names = ["SECRET_OF_THE_DRIVER", "GIVEN", "RANK"]
-        answer = ray.get(worker.variables.remote(names))
-        assert answer == {"SECRET_OF_THE_DRIVER": None, "GIVEN": "yes", "RANK": "5"}
-        assert ray.get(worker.variables.remote(names=names)) == answer
-        assert options == before
-        assert "probe_group_workers" not in sys.modules
-        assert isinstance(worker, ray.actor.ActorHandle)
-        with pytest.raises(AttributeError, match="has no method 'nothing'"):
-            worker.nothing.remote()
-        ray.kill(worker)
-
-    @pytest.mark.thorough
-    def test_the_asynchronous_form_returns_a_reference_and_the_initializer(self, place):
-        created, initializer = RayWorkerBuilder("probe_group_workers:Decorated").create_worker_async(
-            place, 0, 0, runtime_env={"env_vars": {"FROM_BOTH": "caller"}}
-        )
-        worker = ray.get(created)
-        names = ["FROM_CLASS", "FROM_BOTH"]
-        assert ray.get(worker.variables.remote(names)) == {"FROM_CLASS": "class", "FROM_BOTH": "caller"}
-        assert ray.get(worker.two.remote()) == [1, 2]  # as its `ray.method` says: two objects
-        assert ray.get(worker.__ray_ready__.remote()) is True
-        ray.kill(worker)
-        ray.kill(initializer)
 
     def test_a_handle_keeps_its_methods_when_sent_to_a_worker(self, place):
         env = {"env_vars": {"RANK": "0"}}

@@ -67,14 +67,6 @@ def test_the_curve_is_a_png_and_no_other_file_remains(tmp_path, histories):
     assert [entry.name for entry in path.parent.iterdir()] == ["curve.png"]
 
 
-def test_the_observer_draws_the_recorded_steps_at_the_end(tmp_path):
-    observer = CurveObserver()
-    observer.rlframework_step_finished(1, {"train/reward": 0.5})
-    assert not (tmp_path / "curve.png").exists()
-    observer.rlframework_run_finished(RunInfo(NAMES, tmp_path))
-    assert (tmp_path / "curve.png").stat().st_size > 1000
-
-
 def test_the_curve_of_a_resumed_run_includes_earlier_steps(tmp_path, monkeypatch):
     """An earlier process recorded steps 1 to 3; this one resumes from step 2."""
     (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {n}, "train/loss": {n}}}\n' for n in (1, 2, 3)))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import inspect
+import json
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -70,6 +72,51 @@ class Served:
         from openai import AsyncOpenAI
 
         return AsyncOpenAI(**{"base_url": self.base_url, "api_key": self.session.token, "max_retries": 0, **options})
+
+    async def send(self, path: str, content: Any, method: str = "POST", **headers: str) -> Any:
+        """The answer to a request for `path` below `/v1`; a dictionary is sent as JSON."""
+        import httpx
+
+        content = json.dumps(content) if isinstance(content, dict) else content
+        async with httpx.AsyncClient(trust_env=False) as client:
+            sent = {"Authorization": f"Bearer {self.session.token}", **headers}
+            return await client.request(method, f"{self.base_url}{path}", content=content, headers=sent)
+
+    def address(self) -> tuple[str, int]:
+        return "127.0.0.1", int(self.base_url.split(":")[2].split("/")[0])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: Any) -> bool | None:
+    """Run the coroutine of an `async def` test, in the loop of `served` if it has that."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    loop = pyfuncitem.funcargs.get("loop")
+    (loop.run if loop else asyncio.run)(pyfuncitem.obj(**arguments))
+    return True
+
+
+@pytest.fixture
+def loop() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(name="served")
+def served_without_options(serving: Any, loop: asyncio.Runner) -> Iterator[Served]:
+    """An endpoint without options."""
+    context = serving()
+    yield loop.run(context.__aenter__())
+    loop.run(context.__aexit__(None, None, None))
+
+
+@pytest.fixture
+def client(served: Served, loop: asyncio.Runner) -> Iterator[Any]:
+    """OpenAI's client of `served`."""
+    made = served.client()
+    yield made
+    loop.run(made.close())
 
 
 @pytest.fixture

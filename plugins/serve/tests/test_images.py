@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
 from io import BytesIO
@@ -26,6 +25,8 @@ from rlframework.rollout.step_rollouts import rollout
 from rlframework.runner.parts import build_parts
 from rlframework_serve.agent_environment import openai_messages
 from rlframework_serve.server import MAX_BODY, MAX_BODY_WITH_IMAGES, Endpoint
+
+pytestmark = pytest.mark.slow
 
 IMAGE_TOKENS = {16: 4, 24: 6}
 """Tokens of an image of 16 pixels in height, by its width: one for 2 x 2 patches of 4 x 4 pixels."""
@@ -61,76 +62,64 @@ def vision(folder: Path) -> Any:
     )  # fmt: skip
 
 
-@pytest.mark.slow
-def test_images_are_tokens_once_and_inputs_of_the_model(serving: Any, vision: Any) -> None:
+async def test_images_are_tokens_once_and_inputs_of_the_model(serving: Any, vision: Any) -> None:
     """Both APIs, in one conversation: the image of the first turn is in the prompt of the second, at its place."""
     tokenizer, _, inputs = vision
 
-    async def run() -> None:
-        async with serving(vision=vision) as served, served.client() as client:
-            say = [user("is ", png(1), "red?")]
-            first = await client.chat.completions.create(model="policy", messages=say)
-            prompt = served.completer.asked[0][0]
-            assert tokenizer.decode(prompt) == "is <|vision_start|>" + "<|image_pad|>" * 4 + "<|vision_end|>red?"
-            said = {"role": "assistant", "content": first.choices[0].message.content}
-            more = [*say, said, user(png(2, 24), png(1))]
-            await client.chat.completions.create(model="policy", messages=more)
-            (row,) = served.session.trajectory.rows
-            assert row.token_ids.tolist().count(inputs.token) == 4 + 6 + 4
-            second, media = served.completer.asked[1][0], served.completer.media[1]
-            assert second[: len(prompt) + 6] == [*prompt, *tokenizer("hello")["input_ids"], tokenizer.eos_token_id]
-            assert media["image_grid_thw"].tolist() == [[1, 4, 4], [1, 4, 6], [1, 4, 4]]
-            assert torch.equal(media["pixel_values"][:16], served.completer.media[0]["pixel_values"])
-            assert len(row.pictures) == 3
-            items = [{"role": "user", "content": [{"type": "input_image", "image_url": png(1), "detail": "low"}]}]
-            reply = await client.responses.create(model="policy", input=items)
-            assert served.completer.asked[2][0].count(inputs.token) == 4
-            items[0]["content"][0]["image_url"] = png(3)
-            await client.responses.create(model="policy", input=items, previous_response_id=reply.id)
-            assert served.completer.asked[3][0].count(inputs.token) == 8
-            assert served.completer.media[3]["image_grid_thw"].tolist() == [[1, 4, 4]] * 2
-
-    asyncio.run(run())
+    async with serving(vision=vision) as served, served.client() as client:
+        say = [user("is ", png(1), "red?")]
+        first = await client.chat.completions.create(model="policy", messages=say)
+        prompt = served.completer.asked[0][0]
+        assert tokenizer.decode(prompt) == "is <|vision_start|>" + "<|image_pad|>" * 4 + "<|vision_end|>red?"
+        said = {"role": "assistant", "content": first.choices[0].message.content}
+        more = [*say, said, user(png(2, 24), png(1))]
+        await client.chat.completions.create(model="policy", messages=more)
+        (row,) = served.session.trajectory.rows
+        assert row.token_ids.tolist().count(inputs.token) == 4 + 6 + 4
+        second, media = served.completer.asked[1][0], served.completer.media[1]
+        assert second[: len(prompt) + 6] == [*prompt, *tokenizer("hello")["input_ids"], tokenizer.eos_token_id]
+        assert media["image_grid_thw"].tolist() == [[1, 4, 4], [1, 4, 6], [1, 4, 4]]
+        assert torch.equal(media["pixel_values"][:16], served.completer.media[0]["pixel_values"])
+        assert len(row.pictures) == 3
+        items = [{"role": "user", "content": [{"type": "input_image", "image_url": png(1), "detail": "low"}]}]
+        reply = await client.responses.create(model="policy", input=items)
+        assert served.completer.asked[2][0].count(inputs.token) == 4
+        items[0]["content"][0]["image_url"] = png(3)
+        await client.responses.create(model="policy", input=items, previous_response_id=reply.id)
+        assert served.completer.asked[3][0].count(inputs.token) == 8
+        assert served.completer.media[3]["image_grid_thw"].tolist() == [[1, 4, 4]] * 2
 
 
-@pytest.mark.slow
-def test_an_image_that_is_sent_again_is_stored_once(serving: Any, vision: Any) -> None:
+async def test_an_image_that_is_sent_again_is_stored_once(serving: Any, vision: Any) -> None:
     """Ten turns, each with all images so far: the session holds the bytes of the different images."""
 
-    async def run() -> None:
-        async with serving(vision=vision) as served, served.client() as client:
-            messages: list[Any] = []
-            for turn in range(10):
-                messages.append(user(png(turn % 4), f"{turn}?"))
-                reply = await client.chat.completions.create(model="policy", messages=messages)
-                messages.append({"role": "assistant", "content": reply.choices[0].message.content})
-            session = served.session
-            (row,) = session.trajectory.rows
-            kept = [*row.pictures, *pictures_of(session.transcript), *session.pictures.values()]
-            assert len(row.pictures) == 10
-            assert len({id(picture.source) for picture in kept}) == 4
-            assert sum(len(picture.source) for picture in set(row.pictures)) == sum(
-                len(base64.b64decode(png(number).partition(",")[2])) for number in range(4)
-            )
-
-    asyncio.run(run())
+    async with serving(vision=vision) as served, served.client() as client:
+        messages: list[Any] = []
+        for turn in range(10):
+            messages.append(user(png(turn % 4), f"{turn}?"))
+            reply = await client.chat.completions.create(model="policy", messages=messages)
+            messages.append({"role": "assistant", "content": reply.choices[0].message.content})
+        session = served.session
+        (row,) = session.trajectory.rows
+        kept = [*row.pictures, *pictures_of(session.transcript), *session.pictures.values()]
+        assert len(row.pictures) == 10
+        assert len({id(picture.source) for picture in kept}) == 4
+        assert sum(len(picture.source) for picture in set(row.pictures)) == sum(
+            len(base64.b64decode(png(number).partition(",")[2])) for number in range(4)
+        )
 
 
-@pytest.mark.slow
-def test_conversations_with_other_images_are_other_conversations(serving: Any, vision: Any) -> None:
-    async def run() -> None:
-        async with serving(vision=vision) as served, served.client() as client:
-            for number in (1, 2):
-                say = [user(png(number), "red?")]
-                reply = await client.chat.completions.create(model="policy", messages=say)
-                said = {"role": "assistant", "content": reply.choices[0].message.content}
-                await client.chat.completions.create(model="policy", messages=[*say, said, user("sure?")])
-            assert [int(row.token_mask.sum()) for row in served.session.trajectory.rows] == [12, 12]
-            (first, _, second, _) = served.completer.asked
-            assert first[0] == second[0]  # the same tokens
-            assert first[1] != second[1]  # not the same seed
-
-    asyncio.run(run())
+async def test_conversations_with_other_images_are_other_conversations(serving: Any, vision: Any) -> None:
+    async with serving(vision=vision) as served, served.client() as client:
+        for number in (1, 2):
+            say = [user(png(number), "red?")]
+            reply = await client.chat.completions.create(model="policy", messages=say)
+            said = {"role": "assistant", "content": reply.choices[0].message.content}
+            await client.chat.completions.create(model="policy", messages=[*say, said, user("sure?")])
+        assert [int(row.token_mask.sum()) for row in served.session.trajectory.rows] == [12, 12]
+        (first, _, second, _) = served.completer.asked
+        assert first[0] == second[0]  # the same tokens
+        assert first[1] != second[1]  # not the same seed
 
 
 BROKEN = {
@@ -147,39 +136,31 @@ BROKEN = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("address", BROKEN, ids=lambda address: address[:30] + address[-8:])
-def test_an_image_that_cannot_be_used_is_400_with_its_place(serving: Any, vision: Any, address: str) -> None:
+async def test_an_image_that_cannot_be_used_is_400_with_its_place(serving: Any, vision: Any, address: str) -> None:
     from openai import BadRequestError
 
-    async def run() -> None:
-        async with serving(vision=vision) as served, served.client() as client:
-            messages = [user("hi"), {"role": "assistant", "content": "hello"}, user("look ", png(1), address)]
-            with pytest.raises(BadRequestError, match=rf"messages\[2\]\.content\[2\].*(?:{BROKEN[address]})"):
-                await client.chat.completions.create(model="policy", messages=messages)
-            items = [{"role": "user", "content": [{"type": "input_image", "image_url": address}]}]
-            with pytest.raises(BadRequestError, match=r"input\[0\]\.content\[0\]"):
-                await client.responses.create(model="policy", input=items)
-            assert not served.completer.asked
-            assert len(served.session.pictures) == 1
-
-    asyncio.run(run())
+    async with serving(vision=vision) as served, served.client() as client:
+        messages = [user("hi"), {"role": "assistant", "content": "hello"}, user("look ", png(1), address)]
+        with pytest.raises(BadRequestError, match=rf"messages\[2\]\.content\[2\].*(?:{BROKEN[address]})"):
+            await client.chat.completions.create(model="policy", messages=messages)
+        items = [{"role": "user", "content": [{"type": "input_image", "image_url": address}]}]
+        with pytest.raises(BadRequestError, match=r"input\[0\]\.content\[0\]"):
+            await client.responses.create(model="policy", input=items)
+        assert not served.completer.asked
+        assert len(served.session.pictures) == 1
 
 
-@pytest.mark.slow
-def test_images_where_none_can_be(serving: Any, vision: Any) -> None:
+async def test_images_where_none_can_be(serving: Any, vision: Any) -> None:
     from openai import BadRequestError
 
-    async def run() -> None:
-        async with serving() as served, served.client() as client:
-            with pytest.raises(BadRequestError, match=r"messages\[0\]\.content\[1\] is an image, and .* text only"):
-                await client.chat.completions.create(model="policy", messages=[user("hi", png(1))])
-        async with serving(vision=vision) as served, served.client() as client:
-            said = {**user(png(1)), "role": "assistant"}
-            with pytest.raises(BadRequestError, match=r"messages\[1\]\.content\[0\] is an image; only user, system"):
-                await client.chat.completions.create(model="policy", messages=[user("hi"), said])
-
-    asyncio.run(run())
+    async with serving() as served, served.client() as client:
+        with pytest.raises(BadRequestError, match=r"messages\[0\]\.content\[1\] is an image, and .* text only"):
+            await client.chat.completions.create(model="policy", messages=[user("hi", png(1))])
+    async with serving(vision=vision) as served, served.client() as client:
+        said = {**user(png(1)), "role": "assistant"}
+        with pytest.raises(BadRequestError, match=r"messages\[1\]\.content\[0\] is an image; only user, system"):
+            await client.chat.completions.create(model="policy", messages=[user("hi"), said])
 
 
 def test_bodies_may_be_larger_with_images(vision: Any) -> None:
@@ -231,7 +212,6 @@ def agents(folder: Path, tmp_path: Path, monkeypatch: Any) -> Any:
         yield parts
 
 
-@pytest.mark.slow
 def test_training_scores_what_agents_sampled_with_the_images_that_they_sent(agents: Any) -> None:
     """Contract 11: exact tokens, and log-probabilities within rounding; with images swapped they differ."""
     samples = [sample for sample in agents.environment.samples("train") for _ in range(2)]

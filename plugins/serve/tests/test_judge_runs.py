@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-from judge_server import PROMPT, Answer, Server, completion, failure, serving
-from probe_runs import call, numbers_of, refused
+from judge_server import PROMPT, Answer, Server, completion, serving
+from probe_runs import call, numbers_of
 
 from rlframework import run
-from rlframework.base.errors import ConfigError
-from rlframework.huggingface.model_directories import make_llama
-from rlframework.huggingface.tokenizer import character_tokenizer
 from rlframework.runner.launch import dry_run
 from rlframework.runner.output_folder import read_contents
 
@@ -69,16 +63,6 @@ def test_a_resumed_run_asks_nothing_twice_and_ends_with_the_same_numbers(judged,
     assert VARIABLE in (tmp_path / "run" / "config.yaml").read_text()
 
 
-def test_a_wrong_key_is_an_error_before_anything_is_written_or_started(judged):
-    with serving(by_length) as server:
-        server.trial = failure(401, f"wrong key {KEY}")
-        text = refused(judged(server.url), ConfigError)
-    assert server.url in text
-    assert VARIABLE in text
-    assert KEY not in text
-    assert len(server.requests) == 1
-
-
 def test_a_plan_makes_no_request(judged):
     server = Server(by_length, url="http://127.0.0.1:9/v1")
     dry_run(judged(server.url))
@@ -97,31 +81,3 @@ def test_a_run_that_failed_after_the_first_replies_can_be_started_again(judged, 
     found = read_contents(tmp_path / "run")
     assert "judge" in found.results
     assert "judge" in found.deletable
-
-
-@pytest.mark.thorough
-def test_a_served_model_scores(judged, tmp_path):
-    """A model with random weights: its reply is some text, and its first digit, if there is any, the score."""
-    model = make_llama(tmp_path / "judge", character_tokenizer("".join(map(chr, range(32, 127)))), hidden=32, layers=1)
-    command = [sys.executable, "-m", "rlframework.cli", "serve", str(model), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            printed = dict(process.stdout.readline().strip().split("=", 1) for _ in range(2))
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setenv(VARIABLE, printed["api_key"])
-                keys = {"pattern": r"^\D*(\d)", "parameters": {"max_tokens": 24, "temperature": 1.0}}
-                run(judged(printed["base_url"], **keys))
-        finally:
-            process.terminate()
-    replies = [json.loads(line)["reply"] for line in _lines(tmp_path / "run" / "judge" / "quality.jsonl")]
-    samples = [json.loads(line) for line in _lines(tmp_path / "run" / "samples.jsonl")]
-    digits = [
-        next((int(each) for each in reply if each.isdigit()), 0) for reply in replies
-    ]  # 0: no score, and no reward
-    assert {round(sample["reward"], 5) for sample in samples} <= {round(digit / 9, 5) for digit in digits}
-    assert len(set(digits)) > 1, "the replies do not differ, so this test tells little"
-
-
-def _lines(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8").splitlines()

@@ -19,37 +19,24 @@ from rlframework_serve import bodies
 from rlframework_serve.server import Endpoint
 
 
-async def post(served: Any, path: str, content: str) -> Any:
-    import httpx
-
-    async with httpx.AsyncClient(trust_env=False) as client:
-        headers = {"Authorization": f"Bearer {served.session.token}"}
-        return await client.post(f"{served.base_url}{path}", content=content, headers=headers)
-
-
-def asks(content: str) -> str:
-    return json.dumps({"messages": [{"role": "user", "content": content}]})
+def asks(content: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content}]}
 
 
 async def raw(served: Any, request: str) -> bytes:
     """The first line of the answer."""
-    port = int(served.base_url.split(":")[2].split("/")[0])
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    reader, writer = await asyncio.open_connection(*served.address())
     writer.write(request.encode())
     line = await asyncio.wait_for(reader.readline(), 60)
     writer.close()
     return line
 
 
-def test_every_method_and_target_without_a_token_gets_401(serving: Any) -> None:
-    async def run() -> None:
-        async with serving() as served:
-            for method in ("GET", "HEAD", "OPTIONS", "TRACE", "PROPFIND", "POST"):
-                for target in ("/", "/v1/models", "/v1/nothing", "*"):
-                    line = await raw(served, f"{method} {target} HTTP/1.1\r\nHost: a\r\n\r\n")
-                    assert b" 401 " in line, (method, target, line)
-
-    asyncio.run(run())
+async def test_every_method_and_target_without_a_token_gets_401(served: Any) -> None:
+    for method in ("GET", "HEAD", "OPTIONS", "TRACE", "PROPFIND", "POST"):
+        for target in ("/", "/v1/models", "/v1/nothing", "*"):
+            line = await raw(served, f"{method} {target} HTTP/1.1\r\nHost: a\r\n\r\n")
+            assert b" 401 " in line, (method, target, line)
 
 
 @pytest.mark.parametrize("authorized", [True, False])
@@ -95,14 +82,11 @@ def test_a_body_without_end_is_not_read_for_ever(monkeypatch: pytest.MonkeyPatch
     assert read == 1000
 
 
-def test_the_rest_of_a_body_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_rest_of_a_body_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bodies, "_LONGEST_DISCARDING", 0.01)
 
-    async def run() -> None:
-        async with asyncio.timeout(60):
-            await bodies.Incoming(asyncio.Event().wait).discard()  # type: ignore[arg-type]
-
-    asyncio.run(run())
+    async with asyncio.timeout(60):
+        await bodies.Incoming(asyncio.Event().wait).discard()  # type: ignore[arg-type]
 
 
 @contextmanager
@@ -122,7 +106,7 @@ def no_descriptors() -> Iterator[None]:
             os.close(number)
 
 
-def test_without_descriptors_there_is_one_warning_and_connections_wait(
+def test_connections_wait_for_descriptors(
     serving: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     import socket
@@ -131,7 +115,7 @@ def test_without_descriptors_there_is_one_warning_and_connections_wait(
 
     async def run() -> None:
         async with serving() as served:
-            address = ("127.0.0.1", int(served.base_url.split(":")[2].split("/")[0]))
+            address = served.address()
             with socket.socket() as client:
                 client.setblocking(False)
                 with no_descriptors():
@@ -150,19 +134,14 @@ def test_without_descriptors_there_is_one_warning_and_connections_wait(
     assert record.exc_info is None
 
 
-def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenised(
-    serving: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def run() -> None:
-        async with serving(max_body=4 * 2**20) as served:
-            monkeypatch.setattr(chat_format.ChatFormat, "prompt", None)  # it would be a 500
-            longest = max(map(len, served.completer.tokenizer.get_vocab()))
-            reply = await post(served, "/chat/completions", asks("a" * (max(65_536, 2000 * longest) + 1)))
-            assert (reply.status_code, reply.json()["error"]["code"]) == (400, "context_length_exceeded")
-            assert "characters" in reply.json()["error"]["message"]
-            assert served.session.limit == "max_episode_tokens"
-
-    asyncio.run(run())
+async def test_a_prompt_that_cannot_fit_is_not_tokenised(serving: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(max_body=4 * 2**20) as served:
+        monkeypatch.setattr(chat_format.ChatFormat, "prompt", None)  # it would be a 500
+        longest = max(map(len, served.completer.tokenizer.get_vocab()))
+        reply = await served.send("/chat/completions", asks("a" * (max(65_536, 2000 * longest) + 1)))
+        assert (reply.status_code, reply.json()["error"]["code"]) == (400, "context_length_exceeded")
+        assert "characters" in reply.json()["error"]["message"]
+        assert served.session.limit == "max_episode_tokens"
 
 
 @pytest.mark.parametrize(
@@ -175,7 +154,7 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenised(
         ([{"role": "user", "content": "a"}], "a" * 65_537, False),
     ],
 )
-def test_a_long_prompt_is_tokenised_outside_the_event_loop(
+async def test_a_long_prompt_is_tokenised_outside_the_loop(
     serving: Any, monkeypatch: pytest.MonkeyPatch, said: Any, description: str, in_loop: bool
 ) -> None:
     threads: list[bool] = []
@@ -188,13 +167,10 @@ def test_a_long_prompt_is_tokenised_outside_the_event_loop(
     monkeypatch.setattr(chat_format.ChatFormat, "prompt", noted)
     tool = {"type": "function", "function": {"name": "f", "description": description}}
 
-    async def run() -> None:
-        async with serving() as served:
-            served.endpoint._sampler._most = None
-            body = json.dumps({"messages": said, "tools": [tool]})
-            assert (await post(served, "/chat/completions", body)).status_code == 200
-
-    asyncio.run(run())
+    async with serving() as served:
+        served.endpoint._sampler._most = None
+        body = json.dumps({"messages": said, "tools": [tool]})
+        assert (await served.send("/chat/completions", body)).status_code == 200
     assert threads == [in_loop]
 
 
@@ -220,7 +196,7 @@ def test_a_token_id_beyond_64_bits_is_rejected() -> None:
             asyncio.run(scorer.answer({"prompt": [1, token], "prompt_logprobs": 0}, "policy"))
 
 
-def test_the_pixels_of_a_requests_new_images_are_bounded_before_they_are_decoded(
+def test_pixels_are_bounded_before_images_are_decoded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of 100 pixels each, where one image may have 100 and new ones 400 together."""
@@ -250,15 +226,3 @@ def test_the_pixels_of_a_requests_new_images_are_bounded_before_they_are_decoded
     assert decoded == ["0", "1", "2", "3"]
     image_parts.ImageReader(ImagesConfig(max_pixels=100), first.kept).read(part(4), "4")  # of the next request
     assert len(first.kept) == 5
-
-
-def test_images_are_read_outside_the_event_loop() -> None:
-    from rlframework.config.sections import ImagesConfig
-
-    async def thread_of(images: Any) -> bool:
-        endpoint = Endpoint(None, "policy", images=images)  # type: ignore[arg-type]
-        found: Any = await endpoint._parsed(threading.current_thread)  # type: ignore[arg-type]
-        return found is threading.current_thread()
-
-    assert asyncio.run(thread_of(None))
-    assert not asyncio.run(thread_of(ImagesConfig()))

@@ -47,23 +47,8 @@ def ask(process: subprocess.Popen[str], printed: dict[str, str], **options: Any)
         )
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_served_model_answers_until_it_is_asked_to_end(tmp_path: Path, number: int) -> None:
-    from openai import AuthenticationError
-
-    with serve(tmp_path) as (process, printed):
-        first, second = (ask(process, printed).choices[0] for _ in range(2))
-        assert 1 <= len(first.logprobs.content) <= 5
-        assert first.model_dump() == second.model_dump()  # of one seed
-        with pytest.raises(AuthenticationError):
-            ask(process, printed, api_key="wrong")
-        process.send_signal(number)
-        out, err = process.communicate(timeout=60)
-        assert (process.returncode, out.splitlines()[-1]) == (0, "ended"), err
-
-
-def test_a_token_that_is_given_is_not_printed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.thorough)])
+def test_a_model_is_served_until_a_signal_and_its_token_is_not_printed(tmp_path: Path, number: int) -> None:
     token = "a-token-of-enough-characters"
     with serve(tmp_path, "--token", token) as (process, printed):
         assert printed["api_key"] == "(as given)"
@@ -71,7 +56,7 @@ def test_a_token_that_is_given_is_not_printed(tmp_path: Path) -> None:
         assert process.stdout is not None
         told = "requests without their own are answered with temperature=1, top_p=1 and at most 5 tokens, which is"
         assert process.stdout.readline().startswith(told)
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
         assert token not in "".join(process.communicate(timeout=60))
         assert process.returncode == 0
 

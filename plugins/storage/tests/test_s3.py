@@ -14,11 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from rlframework.algorithms.checkpoints import kept_checkpoints
-from rlframework.config.sections import CheckpointsConfig
 from rlframework_storage.remote_folder import RemoteFolder, StorageError
 from rlframework_storage.transfer import Sent, complete_checkpoints, delete, fetch, send
-from rlframework_storage.uploads import Uploads
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("s3")]
 
@@ -188,49 +185,6 @@ def test_a_file_that_is_sent_in_parts(s3, in_parts, tmp_path):
     assert send(folder, remote) == Sent(1, 12 << 20)
     assert len(s3.requests("PUT .*partNumber")) == 3
     assert fetched(tmp_path / "far", remote) == {"weights": content}
-
-
-def test_fetching_is_interrupted_and_then_an_object_was_changed(s3, checkpoint, tmp_path):
-    remote = RemoteFolder(URL)
-    send(checkpoint(2), remote)
-    s3.fault("GET .*/moments", "500 InternalError")
-    with pytest.raises(StorageError, match=r"cannot read s3://bucket/run/step-000002/optimizer/moments: "):
-        fetched(tmp_path / "far", remote)
-    assert list((tmp_path / "far").iterdir()) == []
-    s3.clear_fault()
-    assert fetched(tmp_path / "far", remote) == FILES
-    remote.write("step-000002/optimizer/moments", b"m" * 29 + b"n")
-    with pytest.raises(StorageError, match=r"step-000002/optimizer/moments is damaged"):
-        fetched(tmp_path / "far", remote)
-
-
-def test_uploads_in_the_background_go_on_after_failures_and_keep_the_last(s3, checkpoint, tmp_path, caplog):
-    keep = partial(kept_checkpoints, config=CheckpointsConfig(keep_last=2))
-    uploads = Uploads(RemoteFolder(URL), keep, first_wait=0.01, attempts=2)
-    remote = RemoteFolder(URL)  # another process, with listings of its own
-    s3.fault("PUT .*/step-000003/optimizer/moments", "403 AccessDenied", times=1)
-    for step in (1, 2, 3):
-        uploads.add(checkpoint(step))
-        uploads.finish()
-        assert list(complete_checkpoints(remote)) == [f"step-{each:06d}" for each in range(max(1, step - 1), step + 1)]
-    assert "moments: PermissionError: a fault of the test; again in 0.01 s" in caplog.text
-    assert sent_files(s3).count("3 model/model.safetensors") == 1
-    assert {name.partition("/")[0] for name in remote.sizes()} == {"step-000002", "step-000003"}
-
-
-def test_what_an_upload_that_failed_for_good_has_left_is_deleted_after_the_next(s3, checkpoint):
-    remote = RemoteFolder(URL)
-    uploads = Uploads(remote, set, first_wait=0.01, attempts=1)
-    s3.fault("PUT .*/step-000001/optimizer/moments", "403 AccessDenied")
-    uploads.add(checkpoint(1))
-    with pytest.raises(
-        StorageError, match=r"step-000001 was not uploaded to s3://bucket/run in 1 attempt\(s\): cannot"
-    ):
-        uploads.finish()
-    assert "step-000001/model/model.safetensors" in remote.sizes(), "it would be sent again when the run is resumed"
-    uploads.add(checkpoint(2))
-    uploads.finish()
-    assert {name.partition("/")[0] for name in remote.sizes()} == {"step-000002"}
 
 
 def test_other_credentials_are_used_from_the_next_time_on(s3, monkeypatch):

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
-from probe_runs import assert_same_weights, call, numbers_of, refused, rows_of
+from probe_runs import assert_same_weights, call, numbers_of, refused
 
 from rlframework import run
 from rlframework.algorithms.checkpoints import checkpoints_in
@@ -82,17 +77,6 @@ def test_storage_that_cannot_be_used_is_an_error_before_the_run_begins(run_confi
     assert "NoCredentialsError: Unable to locate credentials" in refused(config, StorageError)
 
 
-def test_metrics_of_uploads(run_config, tmp_path, options):
-    run(run_config("sft", *options("run", "checkpoints.every=1")))
-    rows = [row for row in rows_of(tmp_path / "run") if "checkpoint/upload_bytes" in row]
-    size = sum(path.stat().st_size for path in checkpoints_in(tmp_path / "run")[-1].rglob("*") if path.is_file())
-    assert rows
-    counts = [row["checkpoint/upload_bytes"] / size for row in rows]  # two uploads may end within one step
-    assert all(count == pytest.approx(max(1, round(count)), rel=0.1) for count in counts)
-    assert sum(map(round, counts)) <= len(rows_of(tmp_path / "run"))  # a checkpoint is uploaded once
-    assert all(row["checkpoint/upload_seconds"] > 0 for row in rows)
-
-
 def test_a_new_run_does_not_mix_its_checkpoints_with_those_of_another(run_config, tmp_path, options):
     run(run_config("sft", *options("first")))
     with pytest.raises(ConfigError, match=r"holds checkpoints of another run \(step-000002, step-000004\)\. Resume"):
@@ -100,9 +84,7 @@ def test_a_new_run_does_not_mix_its_checkpoints_with_those_of_another(run_config
     assert not (tmp_path / "second").exists()
 
 
-def test_an_upload_that_fails_at_the_end_is_an_error_after_the_model_is_saved(
-    run_config, tmp_path, options, monkeypatch, capsys
-):
+def test_an_upload_that_fails_at_the_end_is_an_error(run_config, tmp_path, options, monkeypatch, capsys):
     """By the command line, whose exit code tells a scheduler of jobs that the checkpoint is not there."""
     monkeypatch.setattr(
         "rlframework_storage.uploads.Uploads.__init__.__kwdefaults__", {"first_wait": 0.0, "attempts": 2}
@@ -118,44 +100,3 @@ def test_an_upload_that_fails_at_the_end_is_an_error_after_the_model_is_saved(
     assert re.search(r"^error: .*step-000004 was not uploaded to .* in 2 attempt.*the bucket is gone", error, re.M)
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
     assert [path.name for path in checkpoints_in(tmp_path / "run")] == ["step-000002", "step-000004"]
-
-
-SLOW_UPLOAD = """
-import sys, time
-from rlframework import load_config, run
-from rlframework_storage.remote_folder import RemoteFolder
-send = RemoteFolder.send
-def slow(self, name, source):
-    if "optimizer/" in name:
-        time.sleep(600)
-    send(self, name, source)
-RemoteFolder.send = slow
-run(load_config(sys.argv[1]))
-"""
-
-
-@pytest.mark.thorough
-def test_kill_9_during_an_upload_and_then_resume(run_config, tmp_path, options):
-    """Locally the checkpoint is complete, remotely half of it: the resumed run sends only the rest."""
-    run(run_config("sft", *options("whole", "checkpoints.upload=null")))
-    config = run_config("sft", *options("run", RESUME))
-    (tmp_path / "run.yaml").write_text(config_yaml(config))
-    remote = RemoteFolder(f"file://{tmp_path}/far")
-    fixtures = str(Path(__file__).parents[1] / "fixtures")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([fixtures, os.environ.get("PYTHONPATH", "")])}
-    process = subprocess.Popen([sys.executable, "-c", SLOW_UPLOAD, str(tmp_path / "run.yaml")], env=environment)
-    deadline = time.monotonic() + 120
-    while "step-000002/model/model.safetensors" not in remote.sizes() or not checkpoints_in(tmp_path / "run"):
-        assert process.poll() is None, "it ended before it was killed"
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    time.sleep(0.3)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    assert complete_checkpoints(remote) == {}
-    before = (tmp_path / "far" / "step-000002" / "model" / "model.safetensors").stat().st_mtime_ns
-    run(config)
-    assert_same_weights(tmp_path / "whole", tmp_path / "run")
-    assert list(complete_checkpoints(remote))[-1] == "step-000004"
-    after = (tmp_path / "far" / "step-000002" / "model" / "model.safetensors").stat().st_mtime_ns
-    assert after == before

@@ -10,6 +10,8 @@ from probe_runs import call
 
 from rlframework.datasets.tokens import TokenData
 
+pytestmark = pytest.mark.slow
+
 ROWS = [{"prompt": f"{n}+1=", "completion": str(n + 1)} for n in range(9)]
 
 
@@ -26,7 +28,6 @@ def folder(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     return tmp_path
 
 
-@pytest.mark.slow
 def test_rows_are_written_and_summed_up(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each row has six tokens, two of them trained on: a sum of four characters, its result, end of sequence."""
     assert call("tokenize", "run.yaml", "out/tokens") == 0
@@ -40,14 +41,12 @@ def test_rows_are_written_and_summed_up(folder: Path, capsys: pytest.CaptureFixt
     assert data.meta["source"]["seed"] == 0
 
 
-@pytest.mark.slow
 def test_overrides_count(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("tokenize", "run.yaml", "out", "algorithm.train_on=all", "algorithm.max_tokens=5") == 0
     assert "9 rows of at most 5 tokens, 45 in total, 45 of them trained on" in capsys.readouterr().out
     assert TokenData(folder / "out").meta["train_on"] == "all"
 
 
-@pytest.mark.slow
 def test_rows_are_shown(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Trained tokens are in brackets, or in green on a terminal; nothing is written."""
     before = sorted(folder.rglob("*"))
@@ -60,10 +59,7 @@ def test_rows_are_shown(folder: Path, capsys: pytest.CaptureFixture[str], monkey
     assert sorted(folder.rglob("*")) == before
 
 
-@pytest.mark.slow
-def test_turns_without_an_end_are_warned_of_wherever_rows_are_rendered(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_turns_without_an_end_are_warned_of(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     turns = [{"role": role, "content": text} for role, text in zip(["user", "assistant"] * 2, "1234", strict=True)]
     (folder / "a.jsonl").write_text("".join(json.dumps({"messages": turns[:n]}) + "\n" for n in (2, 4, 4)))
     every = "algorithm.train_on=assistant"
@@ -78,7 +74,6 @@ def test_turns_without_an_end_are_warned_of_wherever_rows_are_rendered(
     assert not any("assistant turns" in line for line in caplog.messages)
 
 
-@pytest.mark.slow
 def test_the_prompts_of_rollouts_are_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "own.jinja").write_text(
         "{% for m in messages %}={{ m.content }}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}+{% endif %}"
@@ -108,19 +103,6 @@ def test_both_rows_of_preference_pairs_are_shown(folder: Path, capsys: pytest.Ca
     assert "whose rows cannot be shown" in capsys.readouterr().err
 
 
-def test_neither_out_nor_show(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call("tokenize", "run.yaml") == 2
-    assert "OUT is missing: give a new folder to write, or --show N" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_template_that_ends_no_turn_is_warned_of(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (folder / "own.jinja").write_text("{% for m in messages %}{{ m.content }}={% endfor %}")
-    assert call("tokenize", "run.yaml", "--show", "1", "policy.chat_template=own.jinja") == 0
-    assert "the chat template ends an assistant turn with no special token" in caplog.text
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("words", [["out"], ["--show", "1"]])
 def test_a_template_that_drops_the_texts_is_refused(
     folder: Path, capsys: pytest.CaptureFixture[str], words: list[str]
@@ -130,7 +112,6 @@ def test_a_template_that_drops_the_texts_is_refused(
     assert "the chat template does not write the text of a user message" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -139,10 +120,9 @@ def test_a_template_that_drops_the_texts_is_refused(
         ("out policy.model_name=/no/such", "policy.model_name='/no/such': there is no such directory"),
         ("out environment.path=bad.jsonl", "bad.jsonl, line 2: not JSON"),
         ("out environment.path=euro.jsonl", "sample 'euro-2': the tokenizer has no token for ['€']"),
-        ("out environment.path=long.jsonl", "sample 'long-2' has 130 tokens, and the model (policy.model_name="),
+        ("", "OUT is missing: give a new folder to write, or --show N"),
         ("full", "OUT='full': the folder is not empty, and nothing is overwritten"),
         ("a.jsonl", "a.jsonl: a component of the path is a file, not a directory"),
-        ("out algorithm.train_onn=all", "Did you mean `algorithm.train_on`?"),
     ],
 )
 def test_a_mistake_is_one_message_and_nothing_is_written(
@@ -151,22 +131,15 @@ def test_a_mistake_is_one_message_and_nothing_is_written(
     good = json.dumps(ROWS[0])
     (folder / "bad.jsonl").write_text(f"{good}\n{{]\n")
     (folder / "euro.jsonl").write_text(f"{good}\n{json.dumps({'prompt': '€', 'completion': '1'})}\n")
-    (folder / "long.jsonl").write_text(f"{good}\n{json.dumps({'prompt': '1', 'completion': '2' * 128})}\n")
+
     (folder / "full").mkdir()
     (folder / "full" / "precious").write_text("x")
     before = sorted(folder.rglob("*"))
     if "grpo" in words:
         words += " environment.check=exact"
-    assert call("tokenize", "run.yaml", *words.split(" ")) == 2
+    assert call("tokenize", "run.yaml", *words.split()) == 2
     captured = capsys.readouterr()
     assert message in captured.err
     assert captured.err.startswith("error: ")
     assert captured.out == ""
     assert sorted(folder.rglob("*")) == before
-
-
-@pytest.mark.slow
-def test_an_empty_folder_may_be_there_already(folder: Path) -> None:
-    (folder / "out").mkdir()
-    assert call("tokenize", "run.yaml", "out") == 0
-    assert len(TokenData(folder / "out")) == 9

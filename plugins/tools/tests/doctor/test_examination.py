@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 import threading
-from itertools import groupby
+import time
+import types
 
 import pytest
+from probe_runs import call
 
-from rlframework.cli import main
-from rlframework.generation.engine_environment import ProbeError, ask
-from rlframework_tools.doctor.checks import Context, broken, note, ok, unknown, warning
-from rlframework_tools.doctor.examination import CHECKS, Check, Examination, examine
+from rlframework.base import logs
+from rlframework.generation.engine_environment import ProbeError, ask, engine_environment
+from rlframework.plugins.configure import load_config
+from rlframework.plugins.hookspec import DoctorCheck, DoctorFinding, hookimpl
+from rlframework.plugins.manager import create_manager
+from rlframework_tools.doctor import examination
+from rlframework_tools.doctor.checks import Check, Context, broken, note, ok, unknown, warning
+from rlframework_tools.doctor.examination import CHECKS, Examination, checks_of_plugins, examine
 
 pytestmark = pytest.mark.slow
 
@@ -25,13 +32,6 @@ def check_of(*findings, topic="machine", name="a"):
 def raising(context):
     yield ok("before")
     raise ZeroDivisionError("oh")
-
-
-def test_topics_are_shown_together_and_no_name_twice():
-    names = [(one.topic, one.name) for one in CHECKS]
-    assert len(names) == len(set(names))
-    topics = [topic for topic, _ in groupby(names, lambda pair: pair[0])]
-    assert topics == ["machine", "devices", "packages", "plugins", "cluster", "run"]
 
 
 def test_a_check_that_raises_is_a_finding_and_the_others_go_on():
@@ -116,7 +116,34 @@ def test_a_child_process_is_asked_once_and_the_current_folder_hides_nothing(tmp_
         context.probe("no_such_probe")
 
 
-def test_the_table_and_the_last_line(capsys):
+COUNTS = """
+import json
+from pathlib import Path
+runs = Path(__file__).with_name("runs")
+runs.write_text(runs.read_text() + "x" if runs.exists() else "x")
+print("something else first")
+print(json.dumps({"runs": len(runs.read_text())}))
+"""
+
+
+def test_a_program_runs_once_in_the_python_of_the_engines(tmp_path):
+    def config(workers):
+        values = {"algorithm": {"name": "grpo"}, "environment": {"name": "addition"}, "policy": {"model_name": "m"}}
+        return load_config(values | {"generation": {"workers": workers}})
+
+    program = tmp_path / "describe.py"
+    program.write_text(COUNTS)
+    for workers in (None, {"group": "ray", "python": sys.executable}):
+        assert engine_environment(config(workers), program) == {"python": sys.executable, "runs": 1}
+    found = engine_environment(config({"group": "ray", "python": "/nowhere/python"}), program)
+    assert found["python"] == "/nowhere/python"
+    assert "No such file" in found["error"]
+    failing = tmp_path / "broken.py"
+    failing.write_text("raise SystemExit('no such library')")
+    assert "no such library" in engine_environment(config(None), failing)["error"]
+
+
+def test_the_table_and_the_last_line():
     from rich.console import Console
 
     found = examine(checks=[check_of(ok("good"), broken("bad", "do this")), check_of(note("hm"), name="b")])
@@ -127,23 +154,12 @@ def test_the_table_and_the_last_line(capsys):
     assert "-> do this" in text
     assert found.summary() == "something is broken: 1 broken, 1 ok"
     assert Examination((), of_run=True).summary() == "this run can start: "
-
-
-def test_the_json_has_every_field():
-    found = json.loads(examine(checks=[check_of(warning("hm", "do", {"bytes": 3}))]).as_json())
-    assert found["exit_code"] == 0
-    assert found["findings"] == [
-        {"level": "warning", "text": "hm", "remedy": "do", "facts": {"bytes": 3}, "topic": "machine", "name": "a"}
-    ]
+    assert json.loads(found.as_json())["findings"][1] == {
+        "level": "broken", "text": "bad", "remedy": "do this", "facts": {}, "topic": "machine", "name": "a",
+    }  # fmt: skip
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
-
-
-def call(*words: str) -> int:
-    with pytest.raises(SystemExit) as end:
-        main(words)
-    return int(end.value.code or 0)
 
 
 def test_this_machine_has_nothing_broken(capsys, tmp_path, monkeypatch):
@@ -175,3 +191,97 @@ def test_looking_imports_no_torch_and_no_ray_into_this_process():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+DISABLE = "disable it: RLFRAMEWORK_DISABLE_PLUGINS=fake_doctor"
+
+
+@pytest.fixture
+def findings(monkeypatch):
+    """`findings(hook, config)`: those of an examination whose only check beside those of the plugin is `machine`."""
+
+    def look(hook, config=None, source=None):
+        module = types.ModuleType("fake_doctor")
+        module.rlframework_doctor_checks = hookimpl(hook, specname="rlframework_doctor_checks")
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        context = Context()
+        context.config, context.source = config, source
+        context.manager = create_manager([module.__name__])
+        monkeypatch.setattr(examination, "Context", lambda *_, **__: context)
+        monkeypatch.setattr(examination, "RATES", Check("run", "rates", lambda _: ()))
+        own = (Check("machine", "own", lambda _: [ok("fine")]), Check("run", "own", lambda _: [ok("starts")]))
+        monkeypatch.setattr(examination, "CHECKS", own)
+        return [(one.topic, one.name, str(one.level), one.text, one.remedy) for one in examine(source).findings]
+
+    return look
+
+
+def told(level="ok", text="there", **more):
+    return lambda config: [DoctorFinding(level, text, **more)]
+
+
+def test_findings_stand_with_those_of_their_topic_and_new_topics_come_last(findings):
+    checks = [
+        DoctorCheck("licences", "acme", told("broken", "none", remedy="buy one")),
+        DoctorCheck("machine", "card", told()),
+        DoctorCheck("run", "size", lambda config: [DoctorFinding("note", f"of {config.generation.name}")]),
+    ]
+    acme = ("licences", "acme (fake_doctor)", "broken", "none", "buy one")
+    machine = [("machine", "own", "ok", "fine", ""), ("machine", "card (fake_doctor)", "ok", "there", "")]
+    assert findings(lambda: checks) == [*machine, acme]
+    run = [("run", "own", "ok", "starts", ""), ("run", "size (fake_doctor)", "note", "of none", "")]
+    config = types.SimpleNamespace(generation=types.SimpleNamespace(name="none"))
+    assert findings(lambda: checks, config, "run.yaml") == [*machine, *run, acme]
+    assert findings(lambda: checks, None, "run.yaml") == [*machine, run[0], acme], "it did not load"
+
+
+def raises(*_):
+    raise LookupError("oh")
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        (raises, "could not be checked: LookupError: oh"),
+        (lambda config: ["fine"], "could not be checked: TypeError: 'fine' is no DoctorFinding"),
+        (told("splendid"), "could not be checked: ValueError: 'splendid' is not a valid Level"),
+    ],
+)
+def test_a_check_that_fails_is_a_finding_that_names_its_plugin(findings, function, text):
+    own, finding = findings(lambda: [DoctorCheck("machine", "card", function)])
+    assert own[3] == "fine"
+    assert finding[:4] == ("machine", "card (fake_doctor)", "unknown", text)
+    assert finding[4].startswith("The check is of module fake_doctor unversioned.")
+    assert DISABLE in finding[4]
+
+
+@pytest.mark.parametrize(
+    ("hook", "text"),
+    [
+        (raises, "LookupError: oh"),
+        (lambda: ["no"], "TypeError: it returned 'no'; it must return a list of"),
+    ],
+)
+def test_a_hook_that_fails_is_a_finding(findings, hook, text):
+    own, finding = findings(lambda: hook())
+    assert own[3] == "fine"
+    assert finding[:3] == ("plugins", "checks", "unknown")
+    assert f"rlframework_doctor_checks of module fake_doctor unversioned failed: {text}" in finding[3]
+    assert DISABLE in finding[3]
+
+
+def test_a_check_that_blocks_is_named(findings, caplog, monkeypatch):
+    monkeypatch.setattr(logs, "SLOW_SECONDS", 0.05)
+
+    def slow(config):
+        time.sleep(0.2)
+        return [DoctorFinding("ok", "late")]
+
+    with caplog.at_level(logging.WARNING):
+        assert findings(lambda: [DoctorCheck("machine", "card", slow)])[1][3] == "late"
+    assert any("waiting for the check card (fake_doctor) of module fake_doctor" in text for text in caplog.messages)
+
+
+def test_a_manager_that_cannot_be_created_has_no_checks(monkeypatch):
+    monkeypatch.setenv("RLFRAMEWORK_DISABLE_PLUGINS", "nobody")
+    assert checks_of_plugins(Context()) == []

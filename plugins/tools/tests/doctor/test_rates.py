@@ -87,9 +87,7 @@ def test_the_ratio_and_the_staleness_that_hides_generation(run_config: Any) -> N
 
 
 @pytest.mark.slow
-def test_steps_without_training_have_no_rates_and_groups_that_are_skipped_are_reported(
-    run_config: Any, tmp_path: Path
-) -> None:
+def test_steps_without_training_have_no_rates(run_config: Any, tmp_path: Path) -> None:
     """As with random weights, whose rewards are all 0: the trainer does next to nothing, and refits nothing."""
     config, rows = run_config("grpo", APART), [row(1, 9.0, [9.0], 9.0), row(2, 7.0, [4.0], 6.9)]
     with pytest.raises(UserError, match="no step was trained, because the rewards of each group were equal"):

@@ -12,12 +12,11 @@ from probe_runs import call
 from rich.console import Console
 
 from rlframework import load_config, run
-from rlframework.base.errors import ConfigError, DataError, NotSupported
+from rlframework.base.errors import ConfigError, DataError
 from rlframework.config.yaml_text import to_yaml
 from rlframework.observers.host import Gpu
 from rlframework.plugins.configure import config_yaml, dump_config
 from rlframework.plugins.manager import create_manager
-from rlframework.runner.further_policies import Placeholder
 from rlframework.runner.parts import planned_parts
 from rlframework_tools.estimates.disk import disk, gib
 from rlframework_tools.estimates.estimate import estimate, estimate_rows
@@ -222,30 +221,6 @@ def test_a_dry_run_finds_the_errors_of_a_run(run_config, tmp_path):
         estimate_run(run_config("sft", "policy.model_name=./nowhere"))
 
 
-WRONG_LAYERS = {
-    "{target_modules: [q_proj, c_attn]}": r"'c_attn', which is not a linear layer.*: down_proj, gate_proj, k_proj",
-    "{part: vision}": "has no image encoder",
-    "{target_modules: [all-linear, q_proj]}": "leave out the other names",
-}
-
-
-@pytest.mark.parametrize("lora", WRONG_LAYERS)
-def test_layers_of_adapters_are_checked_before_workers_start(run_config, monkeypatch, tmp_path, lora):
-    monkeypatch.setattr("rlframework.runner.parts._workers", lambda *args, **options: pytest.fail("workers started"))
-    for start in (estimate_run, run):
-        with pytest.raises((ConfigError, NotSupported), match=WRONG_LAYERS[lora]):
-            start(run_config("sft", f"policy.lora={lora}"))
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    "args", [["--dry-run"], ["--dry-run", "--resume", "x"], ["c.yaml", "--dry-run", "--resume", "x"]]
-)
-def test_a_dry_run_does_not_resume(args, capsys):
-    assert call("train", *args) == 2
-    assert "--dry-run checks a run before it starts" in capsys.readouterr().err
-
-
 # -- planning for GPUs that are not here ------------------------------------------------------------------------------
 
 
@@ -273,26 +248,6 @@ def test_a_run_on_eight_gpus_is_planned_on_a_machine_without_any(planned):
     assert "GPU of a worker: moments" in out
 
 
-def test_what_the_command_line_or_the_file_says_wins_over_the_plan(planned):
-    assert "RAM of 2 workers" in planned("4x24GiB", "worker_group.num_workers=2")
-    out = planned("4x24GiB", name="processes", num_workers=2)
-    assert "RAM of 2 workers" in out
-    assert "worker_group" not in out
-    assert "note: 2 workers leave 2 of the 4 GPUs idle" in out
-    assert "note: 1 worker leaves 3 of the 4 GPUs idle" in planned("4x24GiB", name="inline")
-
-
-def test_engines_on_ray_have_gpus_of_their_own(planned):
-    engines = "generation.workers={group: ray, num_workers: 4}"
-    out = planned("8xH100", engines)
-    assert "worker_group.num_workers=4 worker_group.name=ray" in out
-    assert "fits on 8 x H100" in out
-    assert "GPU of an engine: weights" in out
-    out = planned("8xH100", engines, name="ray", num_workers=8)
-    assert "does not fit on 8 x H100" in out
-    assert "8 workers and 4 engines take 12 GPUs" in out
-
-
 def test_a_shape_without_tokenizer_or_weights_is_planned(run_config, tiny_llama, tmp_path):
     shape = tmp_path / "shape"
     shape.mkdir()
@@ -309,36 +264,9 @@ def test_a_shape_without_tokenizer_or_weights_is_planned(run_config, tiny_llama,
         estimate_run(config.model_copy(update={"device": "cpu"}))
 
 
-def test_gpus_are_planned_for_only_in_a_dry_run(run_config, tmp_path, capsys):
-    file = tmp_path / "config.yaml"
-    file.write_text(config_yaml(run_config("sft")))
-    assert call("train", file, "--on", "8xH100") == 2
-    assert "give it together with --dry-run" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("text", "count", "gibibytes"), [("8xH100", 8, 79), ("2x24GiB", 2, 24), (" 16 x b200 ", 16, 178), ("1x80GB", 1, 80)]
-)
-def test_gpus_are_given_by_number_and_name_or_memory(text, count, gibibytes):
-    found = PlannedGpus.parse(text)
-    assert (found.count, found.memory_bytes) == (count, gibibytes * GIB)
-
-
-@pytest.mark.parametrize("text", ["H100", "0xH100", "8xTPU", "8x", "x80GiB"])
-def test_other_words_are_an_error_that_lists_the_models(text):
-    with pytest.raises(ConfigError, match=r"such as 8xH100.*H200"):
-        PlannedGpus.parse(text)
-
-
-def test_placeholders_say_that_no_worker_is_started():
-    with pytest.raises(NotSupported, match="no worker is started yet, and 'train' needs one"):
-        Placeholder().train()
-
-
 @pytest.mark.parametrize(
     ("size", "text"),
     [
-        (0, "0"),
         (2**10, "<0.001"),
         (5 * 2**20, "0.0049"),
         (GIB // 2, "0.5"),
@@ -348,3 +276,19 @@ def test_placeholders_say_that_no_worker_is_started():
 )
 def test_sizes(size, text):
     assert gib(size) == text
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--dry-run", "--dry-run checks a run before it starts"),
+        ("--dry-run --resume x", "--dry-run checks a run before it starts"),
+        ("c.yaml --dry-run --resume x", "--dry-run checks a run before it starts"),
+        ("config.yaml --on 8xH100", "give it together with --dry-run"),
+    ],
+)
+def test_options_of_a_dry_run_that_do_not_fit(run_config, tmp_path, monkeypatch, capsys, words, told):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.yaml").write_text(config_yaml(run_config("sft")))
+    assert call("train", *words.split()) == 2
+    assert told in capsys.readouterr().err

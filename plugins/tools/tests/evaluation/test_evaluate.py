@@ -135,21 +135,6 @@ def test_models_are_compared_prompt_by_prompt(tiny_llama, trained, folder, capsy
     assert found["low"] < found["value"] < found["high"]
 
 
-def test_a_model_alone_and_the_rows_of_one_file(tmp_path, folder):
-    """A GSM8K evaluation needs no training data."""
-    import string
-
-    from rlframework.huggingface.model_directories import make_llama
-    from rlframework.huggingface.tokenizer import character_tokenizer
-
-    letters = character_tokenizer(string.printable + "\u2019")
-    model = make_llama(tmp_path / "model", letters, hidden=16, layers=1, heads=2, max_positions=2048)
-    data = Path(__file__).parents[4] / "tests" / "fixtures" / "gsm8k_test.jsonl"
-    words = ["environment.name=gsm8k", f"environment.validation_path={data}", SHORT, "--samples", 3, "--out", "out"]
-    assert call("evaluate", model, *words) == 0
-    assert [row["answer"] for row in rows_of(folder / "out" / "completions.jsonl")] == ["18", "3", "70000"]
-
-
 def test_rewards_by_name_are_metrics_of_the_prompts_that_have_them(tiny_llama, folder, capsys):
     (folder / "named_rewards.py").write_text(
         "def length(completion, sample):\n    return float(len(completion))\n\n"
@@ -169,25 +154,7 @@ def test_rewards_by_name_are_metrics_of_the_prompts_that_have_them(tiny_llama, f
     assert metrics["length"]["value"] == pytest.approx(sum(len(line["completion"]) for line in lines) / 6)
 
 
-def test_a_checkpoint_is_evaluated_with_its_runs_configuration(trained, folder):
-    step = folder / "run" / "checkpoints" / "step-000010"
-    shutil.copytree(trained / "model", step / "model")
-    shutil.copy(trained / "config.yaml", folder / "run" / "config.yaml")
-    assert call("evaluate", step, "--samples", 2, "--out", "out") == 0
-    assert json.loads((folder / "out" / "summary.json").read_text())["model"] == str(step / "model")
-
-
-def test_a_configuration_file_goes_with_a_model_and_builds_nothing_for_training(tiny_llama, folder, monkeypatch):
-    from rlframework.policy import client
-
-    asked = []
-    original = client.worker_spec
-
-    def spy(*args, **kwargs):
-        asked.append((kwargs["init_optimizer"], kwargs["init_reference_model"]))
-        return original(*args, **kwargs)
-
-    monkeypatch.setattr(client, "worker_spec", spy)
+def test_a_configuration_file_goes_with_a_model(tiny_llama, folder):
     (folder / "c.yaml").write_text(
         "seed: 5\nalgorithm: {name: grpo, samples_per_prompt: 4, loss: {kl_coef: 0.1}}\n"
         "environment: {name: addition, digits: 1}\ngeneration: {max_new_tokens: 2, top_k: 5}\n"
@@ -198,7 +165,6 @@ def test_a_configuration_file_goes_with_a_model_and_builds_nothing_for_training(
     summary = json.loads((folder / "out" / "summary.json").read_text())
     assert (summary["seed"], summary["split"], summary["max_new_tokens"]) == (5, "train", 2)
     assert summary["config"]["policy"]["model_name"] == str(tiny_llama)
-    assert asked == [(False, False)]
 
 
 @pytest.mark.parametrize(
@@ -209,9 +175,7 @@ def test_a_configuration_file_goes_with_a_model_and_builds_nothing_for_training(
         ("/no/such", "there is no directory /no/such"),
         ("empty", "empty is neither a run (it has no config.yaml) nor a model"),
         ("unfinished", "so it has not finished. Wait for it, or take its newest checkpoint"),
-        ("MODEL MODEL", "a model is given more than once"),
         ("MODEL ADDITION --split test", "--split test: it must be train or validation"),
-        ("MODEL ADDITION --k 1,x", "--k 1,x: give numbers of attempts"),
         ("MODEL ADDITION --attempts 2 --temperature 0", "--attempts 2: all attempts at temperature 0 are the same"),
         ("MODEL ADDITION policy.model_name=x", "the model is RUN_OR_MODEL"),
         ("MODEL ADDITION --out full", "--out full: the folder is not empty, and nothing is overwritten"),
@@ -270,14 +234,6 @@ def test_ctrl_c_ends_the_workers_and_keeps_what_was_answered(tiny_llama, folder)
 
 
 # -- generate ---------------------------------------------------------------------------------------------------------
-
-
-def test_one_prompt_gives_the_answer_alone(trained, capsys):
-    call("evaluate", trained, "--out", "out")
-    known = next(row for row in rows_of(Path("out/completions.jsonl")) if not row["truncated"])
-    capsys.readouterr()
-    assert call("generate", trained, known["prompt"][0]["content"], "--greedy") == 0
-    assert capsys.readouterr().out == known["completion"] + "\n"
 
 
 def test_several_prompts_are_shown_with_their_answers(tiny_llama, capsys):
@@ -349,15 +305,6 @@ def test_the_chat_template_is_used_unless_raw(tiny_llama, folder, capsys):
     assert plain != written_out
     assert answers(capsys, "chat", "1+1=", *options)[0]["completion"] == written_out
     assert answers(capsys, "chat", "1+1=", *options, "--raw")[0]["completion"] == plain
-
-
-def test_prompts_are_those_of_the_runs_environment_unless_raw(trained, capsys):
-    asked = [trained, "1+1=", "--greedy", "environment.system_prompt='0'"]
-    (row,) = answers(capsys, *asked)
-    system, user = {"role": "system", "content": "0"}, {"role": "user", "content": "1+1="}
-    assert row["prompt"] == [system, user]
-    (row,) = answers(capsys, *asked, "--raw")
-    assert row["prompt"] == [user]
 
 
 def test_typed_lines_are_answered_until_the_end(tiny_llama, capsys, monkeypatch):
