@@ -112,51 +112,43 @@ def sharded(trial):
 @pytest.mark.slow
 @given(trials())
 @settings(deadline=None, max_examples=100)
-def test_joined_shards_reorder_to_the_input(trial):
+def test_shards_lose_nothing_and_respect_the_cap(trial):
     made = sharded(trial)
     if made is None:
         return
     shards, indices = made
+    whole = batch_of(trial.lengths, trial.width)
     assert len(shards) == trial.shards
     assert [row for shard in shards for row in shard["row"].tolist()] == indices
     joined = BatchedDataDict.from_batches(shards)
     joined.reorder_data(indices)
-    assert_same(joined, batch_of(trial.lengths, trial.width))
-
-
-@pytest.mark.slow
-@given(trials())
-@settings(deadline=None, max_examples=100)
-def test_microbatches_contain_each_row_once_and_respect_the_cap(trial):
-    made = sharded(trial)
-    if made is None:
-        return
-    whole = batch_of(trial.lengths, trial.width)
+    assert_same(joined, whole)
     for k, chunk in enumerate(trial.chunks):
-        parts = [shard.get_batch(k) for shard in made[0]]
-        assert sorted(row for part in parts for row in part["row"].tolist()) == list(chunk)
-        counts = set()
-        for part in parts:
-            microbatches = list(
-                part.make_microbatch_iterator_with_dynamic_shapes()
-                if trial.kind == "dynamic"
-                else part.make_microbatch_iterator_for_packable_sequences()
-            )
-            counts.add(len(microbatches))
-            assert [row for micro in microbatches for row in micro["row"].tolist()] == part["row"].tolist()
-            for micro, length in zip(microbatches, part.micro_batch_lengths[0], strict=True):
-                check_microbatch(trial, whole, micro, length)
-        assert len(counts) == 1
-        if trial.kind == "dynamic":
-            assert {part.get_microbatch_iterator_dynamic_shapes_len() for part in parts} == counts
-        else:
-            lengths = [part.get_microbatch_iterator_for_packable_sequences_len() for part in parts]
-            assert {count for count, _ in lengths} == counts
-            assert [largest for _, largest in lengths] == [
-                max(part.micro_batch_lengths[0], default=0) for part in parts
-            ]
+        check_global_batch(trial, whole, chunk, [shard.get_batch(k) for shard in shards])
     with pytest.raises(BatchError, match="global batches"):
-        made[0][0].get_batch(len(trial.chunks))
+        shards[0].get_batch(len(trial.chunks))
+
+
+def check_global_batch(trial, whole, chunk, parts):
+    assert sorted(row for part in parts for row in part["row"].tolist()) == list(chunk)
+    counts = set()
+    for part in parts:
+        microbatches = list(
+            part.make_microbatch_iterator_with_dynamic_shapes()
+            if trial.kind == "dynamic"
+            else part.make_microbatch_iterator_for_packable_sequences()
+        )
+        counts.add(len(microbatches))
+        assert [row for micro in microbatches for row in micro["row"].tolist()] == part["row"].tolist()
+        for micro, length in zip(microbatches, part.micro_batch_lengths[0], strict=True):
+            check_microbatch(trial, whole, micro, length)
+    assert len(counts) == 1
+    if trial.kind == "dynamic":
+        assert {part.get_microbatch_iterator_dynamic_shapes_len() for part in parts} == counts
+    else:
+        lengths = [part.get_microbatch_iterator_for_packable_sequences_len() for part in parts]
+        assert {count for count, _ in lengths} == counts
+        assert [largest for _, largest in lengths] == [max(part.micro_batch_lengths[0], default=0) for part in parts]
 
 
 def check_microbatch(trial, whole, micro, length):
@@ -179,29 +171,6 @@ def check_microbatch(trial, whole, micro, length):
     for key in ("input_ids", "mask", "hidden"):
         expected[key] = expected[key][:, :width]
     assert_same(micro, expected)
-
-
-@pytest.mark.slow
-@given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 3), st.booleans())
-@settings(deadline=None, max_examples=50)
-def test_plain_shards(shards, per_shard, chunks, uneven):
-    size = shards * per_shard * chunks
-    batch = batch_of([1] * size, 3)
-    if uneven:
-        made = batch.shard_by_batch_size(shards, allow_uneven_shards=True)
-        assert [row for shard in made for row in shard["row"].tolist()] == list(range(size))
-    else:
-        made = batch.shard_by_batch_size(shards, batch_size=shards * per_shard)
-        expected = [
-            [(chunk * shards + shard) * per_shard + row for chunk in range(chunks) for row in range(per_shard)]
-            for shard in range(shards)
-        ]
-        assert [shard["row"].tolist() for shard in made] == expected
-    for shard in made:
-        assert_same(shard, batch.select_indices(shard["row"]))
-    joined = BatchedDataDict.from_batches(made)
-    joined.reorder_data([row for shard in made for row in shard["row"].tolist()])
-    assert_same(joined, batch)
 
 
 # --- copied bytes

@@ -97,12 +97,6 @@ def test_sharded_and_replicated_with_one_result_per_shard():
     assert kept == [0, 2]
 
 
-def test_sharded_over_the_inner_axis_with_every_copy_returned():
-    calls, kept = plan({"x": ["a", "b"]}, in_sharded_axes=["tensor"], replicate_on_axes=["data"])
-    assert {worker: share["x"] for worker, share in calls.items()} == {0: "a", 1: "b", 2: "a", 3: "b"}
-    assert kept == [0, 1, 2, 3]
-
-
 def test_two_sharded_axes_index_in_the_given_order():
     nested = [["a", "b"], ["c", "d"]]
     calls, kept = plan({"x": nested}, in_sharded_axes=["data", "tensor"])
@@ -120,12 +114,6 @@ def test_free_axis_calls_only_coordinate_0_or_the_others_with_none(dummy):
     others = {1: {"x": None, "y": 1}, 3: {"x": None, "y": 1}} if dummy else {}
     assert calls == {0: {"x": "a", "y": 1}, 2: {"x": "b", "y": 1}, **others}
     assert kept == [0, 2]
-
-
-def test_all_axes_free_calls_one_worker():
-    calls, kept = plan({"x": "whole"})
-    assert calls == {0: {"x": "whole"}}
-    assert kept == [0]
 
 
 def test_conflicting_and_unknown_axes():

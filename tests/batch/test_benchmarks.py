@@ -1,4 +1,4 @@
-"""The benchmark of packing, run at a small size."""
+"""The benchmarks of batches and of packing, run at a small size."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 from probe_forked import run_program
 
-ROOT = Path(__file__).parents[3]
-SCRIPT = ROOT / "benchmarks" / "packing.py"
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+PACKING = BENCHMARKS / "packing.py"
 
 
 @pytest.mark.slow
 def test_the_benchmark_measures_every_packer_and_both_assignments(tmp_path):
-    words = [SCRIPT, "--small", "--pairs", 1, "--gsm8k", ROOT / "tests/fixtures/gsm8k_train.jsonl"]
+    words = [PACKING, "--small", "--pairs", 1, "--gsm8k", ROOT / "tests/fixtures/gsm8k_train.jsonl"]
     files = ["--json", tmp_path / "found.json", "--plot", tmp_path / "costs.png"]
     done = run_program(*words, *files)
     assert done.returncode == 0, done.stderr
@@ -31,7 +32,19 @@ def test_the_benchmark_measures_every_packer_and_both_assignments(tmp_path):
 
 
 def test_waiting_by_hand(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    waiting = runpy.run_path(str(SCRIPT))["Waiting"].of(np.array([[4.0, 2.0], [3.0, 3.0]]))
+    monkeypatch.syspath_prepend(str(PACKING.parent))
+    waiting = runpy.run_path(str(PACKING))["Waiting"].of(np.array([[4.0, 2.0], [3.0, 3.0]]))
     assert (waiting.spread, waiting.total) == (0.0, 7.0)  # both ranks 6; the steps take 4 and 3
     assert waiting.slowest == pytest.approx(7 / 6)
+
+
+@pytest.mark.thorough
+def test_the_data_benchmark(tmp_path):
+    done = run_program(BENCHMARKS / "data.py", "--small", "--json", tmp_path / "data.json")
+    assert done.returncode == 0, done.stderr
+    written = json.loads((tmp_path / "data.json").read_text())
+    names = [line["case"] for line in written["cases"]]
+    assert {"shard: plain", "shard: packed balanced", "reorder_data", "from_batches"} <= set(names)
+    assert all(line["ratio"]["median"] > 0 and line["size"] == "64x128" for line in written["cases"])
+    for name in names:
+        assert f"64x128  {name} " in done.stdout
