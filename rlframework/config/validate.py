@@ -42,7 +42,7 @@ _BOUNDS = {
 """Pydantic error type to the key of the bound and our words: pydantic writes 1e-30 with all its zeros."""
 
 
-_OWN_KEY = "The keys of a class of yours are declared by its attribute `config_model`, see docs/your_own.md."
+_OWN_KEY = "The keys of a class of yours are declared by its attribute `config_model`, see docs/own_parts.md."
 
 _INSTEAD_OF_NULL = {
     "algorithm.validation": (

@@ -160,7 +160,7 @@ def open_environment(config: RunConfig, manager: PluginManager) -> Iterator[Envi
 
         raise UserError(
             f"environment.name: {config.environment.name!r} cannot be made: {described(error, 'its constructor')}. It "
-            "is called as `__init__(config, *, seed)`; keys of its own need a `config_model`, see docs/your_own.md"
+            "is called as `__init__(config, *, seed)`; keys of its own need a `config_model`, see docs/own_parts.md"
         ) from error
     try:
         played = has_episodes(environment) or runs_agents(environment)

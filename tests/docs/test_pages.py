@@ -94,6 +94,7 @@ def test_episodes(tmp_path: Path) -> None:
 @pytest.mark.thorough
 def test_your_own_reward_function(tmp_path: Path) -> None:
     execute(DOCS / "your_own.md", tmp_path)
+    execute(DOCS / "own_parts.md", tmp_path)
     rows = rows_of(tmp_path, "own")
     first, last = rows[1]["train/reward"], rows[-1]["train/reward"]
     assert first < 0.15

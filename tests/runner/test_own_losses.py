@@ -166,7 +166,7 @@ def test_the_schema_takes_own_parts() -> None:
 
 
 def test_a_loss_gets_the_columns_that_the_page_lists(run_config) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "your_own.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "own_parts.md").read_text(encoding="utf-8")
     listed = dict[str, float]()
     for names, shapes in re.findall(r"^\| (`[a-z_`, ]+`) \| (`\[B[^|]*) \|", page, re.MULTILINE):
         dimensions = [float(shape.count(",") + 1) for shape in re.findall(r"\[.*?\]", shapes)]
