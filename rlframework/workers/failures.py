@@ -151,6 +151,8 @@ def _own_class(failure: HostFailure) -> type[RLFrameworkError] | None:
         if module.startswith("rlframework."):
             importlib.import_module(module)
         found = getattr(sys.modules.get(module), name, None)
+        if found is UnpicklableError:
+            return None  # an answer of the worker, which is no mistake of the caller's
         if isinstance(found, type) and issubclass(found, RLFrameworkError):
             return found
     return None

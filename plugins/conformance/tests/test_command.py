@@ -66,7 +66,7 @@ def test_a_part_that_conforms(tmp_path):
     (tmp_path / "out").mkdir()
     done = run("addition", "digits=1", "--json", "out/a.json", "--markdown", "out/a.md", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "addition  EnvironmentSuite  CONFORMANT  17 passed" in done.stdout
+    assert "addition  EnvironmentSuite  CONFORMANT  16 passed" in done.stdout
     assert "written to out/a.json\nwritten to out/a.md" in done.stdout
     assert json.loads((tmp_path / "out/a.json").read_text())["verdicts"][0]["verdict"] == "CONFORMANT"
     assert "| addition | " in (tmp_path / "out/a.md").read_text()
@@ -81,7 +81,7 @@ def test_a_part_that_does_not_conform(tmp_path):
     (tmp_path / "tiny_plugin.py").write_text(textwrap.dedent(GENEROUS))
     done = run("generous", cwd=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "generous  EnvironmentSuite  NOT CONFORMANT  16 passed, 1 failed" in done.stdout
+    assert "generous  EnvironmentSuite  NOT CONFORMANT  15 passed, 1 failed" in done.stdout
     assert f"repeat    rlframework conformance generous --test {WORTH}" in done.stdout
 
 

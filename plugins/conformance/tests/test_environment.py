@@ -140,7 +140,6 @@ def test_without_scores_the_tests_of_judging_ask_for_refusals(tmp_path):
     found = failures_of(Careless, tmp_path)
     assert set(found) == {
         "test_a_right_answer_is_worth_more_than_a_wrong_one",
-        "test_outcomes_are_in_the_order_of_the_conversations",
         "test_a_batch_is_judged_as_its_rows_one_by_one",
         "test_the_last_turn_of_the_assistant_is_judged",
         "test_judging_changes_no_argument",

@@ -28,7 +28,7 @@ from rlframework.huggingface.hub import check_model_files, read_object
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.interfaces.worker_group import WorkerContext
 from rlframework.policy.checkpoint.adapter import adapter_config, adapter_matrices, base_folder, require_base
-from rlframework.policy.checkpoint.manifest import MANIFEST, check_files, write_manifest
+from rlframework.policy.checkpoint.manifest import MANIFEST, SAVE, check_files, write_manifest
 from rlframework.policy.checkpoint.pretrained import write_config, write_tensors
 from rlframework.policy.checkpoint.saved import (
     INDEX,
@@ -82,6 +82,7 @@ def convert(
         with replacing_directory(dest) as folder:
             if to == "huggingface":
                 _write_model(folder, folders[0], saved[0], read)
+                (folder / SAVE).unlink(missing_ok=True)  # it is no part of a checkpoint any more
             else:
                 for part, tensors in zip((folder / MODEL, folder / OPTIMIZER), saved, strict=False):
                     if to == "sharded":
