@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 from rlframework.base.errors import RLFrameworkError
+from rlframework.base.notebook_tracebacks import is_users_code
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -108,7 +109,10 @@ class LoopThread(Generic[R]):
                 raise
 
     def place(self) -> str:
-        """Return the line that the thread is at."""
+        """Return the line of the user's code that the thread is at, or else the line of the library."""
         frame = sys._current_frames().get(self._thread.ident or 0)
-        stack = traceback.extract_stack(frame) if frame is not None else ()
-        return f"{stack[-1].filename}:{stack[-1].lineno} in {stack[-1].name}" if stack else "its thread has ended"
+        stack = traceback.extract_stack(frame) if frame is not None else []
+        if not stack:
+            return "its thread has ended"
+        at = next((each for each in reversed(stack) if is_users_code(each.filename)), stack[-1])
+        return f"{at.filename}:{at.lineno} in {at.name}"

@@ -157,7 +157,8 @@ async def run_beside(work: Callable[[], Coroutine[Any, Any, R]], *, stalled_afte
             if missed == _LOOKS:
                 raise UserError(
                     f"environment {name!r} blocks the event loop of all episodes for more than {stalled_after:g} "
-                    f"seconds ({thread.place()}); await what takes long, or run it with asyncio.to_thread"
+                    f"seconds ({thread.place()}); await what takes long (in an agent: AsyncOpenAI), "
+                    "or run it with asyncio.to_thread"
                 )
         returned: R = result.result()
         return returned
