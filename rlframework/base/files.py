@@ -116,7 +116,14 @@ class Replacement:
             self.folder.mkdir(parents=True)
 
     def commit(self) -> None:
-        """Flush the directory to disk and move it to `path`. Its files can be read by those who can read the directory.
+        """Flush the directory to disk and move it to `path`."""
+        self.flush()
+        with writing(self.path):
+            _swap(self.folder, self.path)
+            _sync(self.path.parent)
+
+    def flush(self) -> None:
+        """Flush the directory to disk. Its files can be read by those who can read the directory.
 
         Some libraries, such as safetensors, write files that only their owner can read, whatever the umask.
         """
@@ -127,8 +134,6 @@ class Replacement:
                     _allow(Path(directory, name), allowed)
                     _sync(Path(directory, name))
                 _sync(Path(directory))
-            _swap(self.folder, self.path)
-            _sync(self.path.parent)
 
     def abandon(self) -> None:
         """Remove what was written; an existing directory at `path` is kept."""

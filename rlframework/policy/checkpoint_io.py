@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +19,13 @@ from torch import Tensor
 from rlframework.base.errors import ConfigError, DataError, NotSupported
 from rlframework.base.files import remove_temporary, require_space, writing
 from rlframework.policy.checkpoint.manifest import check_files, reading, write_save_id
-from rlframework.policy.checkpoint.pretrained import save_native, write_files, write_from_rank_0, write_tensors
+from rlframework.policy.checkpoint.pretrained import (
+    PendingSave,
+    save_native,
+    write_files,
+    write_from_rank_0,
+    write_tensors,
+)
 from rlframework.policy.checkpoint.saved import (
     FIRST,
     SECOND,
@@ -78,7 +83,7 @@ class CheckpointIO:
             raise NotSupported("this worker was built without an optimizer, so it has no optimizer state to save")
         self._require_form(form)
         self.finish()  # the previous one
-        engine, save = self.engine, uuid.uuid4().hex  # rank 0 writes its id
+        engine = self.engine
         if engine.context.rank == 0:  # what interrupted saves left
             for path in map(Path, filter(None, (weights_path, optimizer_path, reference_path))):
                 remove_temporary(path.parent, path.name)
@@ -88,36 +93,39 @@ class CheckpointIO:
         run_on_all_ranks(engine.context, partial(require_space, weights_path, 0 if engine.context.rank else size))
         if form != "sharded":  # shards are written from whichever device they are on
             self.residency.onload(*_parts(optimizer_path))
-        if reference_path is not None:
-            self._save_reference(reference_path, save, sharded=form == "sharded")
-        if form == "portable":
-            moments = engine.gather_moments()  # raises before anything is written
-            self.weights.write(weights_path, save)
-            if optimizer_path is not None:
-                self._save_optimizer(optimizer_path, moments, save)
-        elif form == "native":
-            optimizer = optimizer_path is not None
-            facts = {"backend": self.backend, "workers": engine.context.world_size, "optimizer": optimizer}
-            write = partial(engine.save_native, optimizer=optimizer)
-            save_native(
-                weights_path, engine.context, beside=partial(self._write_config, save=save), write=write, facts=facts
-            )
-            if optimizer_path is not None:
-                self._save_optimizer(optimizer_path, iter(()), save)
-        else:
-            self._start_sharded(weights_path, optimizer_path, asynchronous, save)
+        with PendingSave() as save:
+            if reference_path is not None:
+                self._save_reference(reference_path, save, sharded=form == "sharded")
+            self._save_form(form, weights_path, optimizer_path, asynchronous, save)
         if tokenizer_path is not None and engine.context.rank == 0:
             with writing(tokenizer_path):
                 engine.tokenizer.save_pretrained(tokenizer_path)
         if not asynchronous:
             self.finish()
 
+    def _save_form(self, form: str, weights: str, optimizer: str | None, asynchronous: bool, save: PendingSave) -> None:
+        engine = self.engine
+        if form == "sharded":
+            self._start_sharded(weights, optimizer, asynchronous, save.id)
+            return
+        if form == "portable":
+            moments = engine.gather_moments()  # raises before anything is written
+            self.weights.write(weights, save)
+        else:
+            moments, has_optimizer = iter(()), optimizer is not None
+            facts = {"backend": self.backend, "workers": engine.context.world_size, "optimizer": has_optimizer}
+            write = partial(engine.save_native, optimizer=has_optimizer)
+            beside = partial(self._write_config, save=save.id)
+            save_native(weights, engine.context, beside=beside, write=write, facts=facts)
+        if optimizer is not None:
+            self._save_optimizer(optimizer, moments, save)
+
     def _require_form(self, form: str) -> None:
         """Raise `NotSupported` for another form of adapters than the portable one."""
         if form != "portable" and self.engine.config.lora is not None:
             raise NotSupported("adapters are saved in the portable form only; set checkpoints.format to portable")
 
-    def _save_reference(self, path: str, save: str, *, sharded: bool) -> None:
+    def _save_reference(self, path: str, save: PendingSave, *, sharded: bool) -> None:
         """Write the weights of the reference; complete when the call returns, as the model has them only within it."""
         reference = require_copy(self.reference, "save_checkpoint with a reference_path")
         self.residency.onload("model")
@@ -125,10 +133,10 @@ class CheckpointIO:
             if not sharded:
                 self.weights.write(path, save)
                 return
-            self._start_sharded(path, None, False, save)
+            self._start_sharded(path, None, False, save.id)
             self.finish()
 
-    def _save_optimizer(self, path: str, moments: Iterator[tuple[str, Moments]], save: str) -> None:
+    def _save_optimizer(self, path: str, moments: Iterator[tuple[str, Moments]], save: PendingSave) -> None:
         states, steps = self._random_states(), dict[str, int]()
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
@@ -140,7 +148,7 @@ class CheckpointIO:
 
         def write(folder: Path) -> None:
             write_tensors(folder, tensors())
-            self._write_training(folder, steps, states, save)
+            self._write_training(folder, steps, states)
 
         write_from_rank_0(path, self.engine.context.rank, moments, write, save=save)
 
@@ -152,7 +160,12 @@ class CheckpointIO:
         if optimizer_path is not None:
             parts = run_on_all_ranks(context, lambda: state.steps)
             steps = {name: count for part in parts for name, count in part.items()}
-            write = partial(self._write_training, steps=steps, states=self._random_states(), save=save)
+            states = self._random_states()
+
+            def write(folder: Path) -> None:
+                write_save_id(folder, save)
+                self._write_training(folder, steps, states)
+
             plans.append(DirectoryPlan(optimizer_path, state.moments, write))
         self._save = CheckpointSave(plans, context, asynchronous=asynchronous)
 
@@ -160,8 +173,7 @@ class CheckpointIO:
         write_save_id(folder, save)
         write_files(folder, self.weights.model_files)
 
-    def _write_training(self, folder: Path, steps: Mapping[str, int], states: Mapping[str, Tensor], save: str) -> None:
-        write_save_id(folder, save)
+    def _write_training(self, folder: Path, steps: Mapping[str, int], states: Mapping[str, Tensor]) -> None:
         save_file(dict(states), folder / RANDOM)
         facts = {
             "format": FORMAT,

@@ -16,7 +16,13 @@ from torch import Tensor
 from rlframework.base.errors import DataError
 from rlframework.config.policy import LoraConfig
 from rlframework.config.sections import GenerationConfig
-from rlframework.policy.checkpoint.pretrained import read_config, write_files, write_from_rank_0, write_tensors
+from rlframework.policy.checkpoint.pretrained import (
+    PendingSave,
+    read_config,
+    write_files,
+    write_from_rank_0,
+    write_tensors,
+)
 from rlframework.policy.checkpoint.saved import Saved, SavedTensors, differences, is_sharded, reject_native
 from rlframework.policy.engine import Engine, WeightSpec, no_adapters
 from rlframework.policy.lora_math import B
@@ -57,7 +63,7 @@ class TrainedWeights:
     def _trained(self) -> Mapping[str, WeightSpec]:
         return self.engine.weight_specs()
 
-    def save_pretrained(self, path: str, *, save: str | None = None) -> None:
+    def save_pretrained(self, path: str, *, save: PendingSave | None = None) -> None:
         """Write the (merged) model as a Hugging Face directory from rank 0. Collective."""
         weights = self.engine.gather_weights(self.engine.weight_specs())
 
@@ -67,8 +73,8 @@ class TrainedWeights:
 
         write_from_rank_0(path, self.engine.context.rank, weights, write, save=save)
 
-    def write(self, path: str, save: str) -> None:
-        """Write what training resumes from, apart from the moments, to `path`. Collective. `save`: id of the save."""
+    def write(self, path: str, save: PendingSave) -> None:
+        """Write what training resumes from, apart from the moments, to `path` as a part of `save`. Collective."""
         self.save_pretrained(path, save=save)
 
     def read(self, path: str) -> None:
@@ -100,11 +106,11 @@ class Adapters(TrainedWeights):
     def _trained(self) -> Mapping[str, WeightSpec]:
         return self.engine.adapter_specs()
 
-    def write(self, path: str, save: str) -> None:
+    def write(self, path: str, save: PendingSave) -> None:
         """See `TrainedWeights`."""
         self.save(path, save=save)
 
-    def save(self, path: str, *, save: str | None = None) -> None:
+    def save(self, path: str, *, save: PendingSave | None = None) -> None:
         """Write the adapters as a directory that peft reads, from rank 0. Collective."""
         from rlframework.policy.checkpoint.adapter import write_adapter
 

@@ -14,6 +14,7 @@ from rlframework.base.errors import DataError, NotSupported
 from rlframework.batch.batched_data_dict import BatchedDataDict
 from rlframework.huggingface.tokenizer import load_tokenizer
 from rlframework.plugins.types import Capability, PolicyWorkerRecord
+from rlframework.policy.checkpoint_io import CheckpointIO
 from rlframework.policy.client import Policy
 
 
@@ -127,8 +128,12 @@ def test_the_files_of_an_export_are_those_of_the_model_that_was_loaded(tmp_path,
     assert "config.json" in before
 
 
-def test_folders_of_different_saves_are_not_loaded_together(tmp_path, tiny_llama):
-    """A save that ends after its weights leaves the former optimizer beside them; what it left is removed later."""
+def interrupted(*arguments):
+    raise KeyboardInterrupt
+
+
+def test_folders_of_different_saves_are_not_loaded_together(tmp_path, tiny_llama, monkeypatch):
+    """An interrupted save leaves both folders of the save before; what a killed one leaves is found, and removed."""
     config = load_config(
         {
             "policy": {"model_name": str(tiny_llama)},
@@ -155,6 +160,14 @@ def test_folders_of_different_saves_are_not_loaded_together(tmp_path, tiny_llama
         policy.save_checkpoint(*paths)
         policy.load_checkpoint(*paths)
         assert (left.exists(), another.exists()) == (False, True)
+        saved = {path: path.read_bytes() for path in tmp_path.glob("*/save.json")}
+        with monkeypatch.context() as patch:
+            patch.setattr(CheckpointIO, "_write_training", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                policy.save_checkpoint(*paths)
+        assert {path: path.read_bytes() for path in tmp_path.glob("*/save.json")} == saved  # both of the save before
+        assert sorted(path.name for path in tmp_path.iterdir()) == [another.name, "model", "optimizer"]
+        policy.load_checkpoint(*paths)
 
 
 def test_paths_are_of_the_program_and_not_of_the_workers(tmp_path, monkeypatch):

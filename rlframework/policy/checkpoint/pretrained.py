@@ -7,6 +7,7 @@ share.
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -31,20 +32,55 @@ SHARD_BYTES = 4 << 30
 """Size at which a safetensors file is closed and the next one started; bounds the memory in use."""
 
 
+class PendingSave:
+    """The directories of one checkpoint: each is written beside its place, and all are moved there at the end.
+
+    So a save that is interrupted leaves those of the save before, and not some of each. `id`: that of the save, which
+    each directory has in `save.json`.
+    """
+
+    def __init__(self) -> None:
+        self.id = uuid.uuid4().hex
+        self._written: list[Replacement] = []
+
+    def add(self, path: str | Path, write: Callable[[Path], None]) -> None:
+        """Fill a directory for `path` by `write(folder)`, and add the id and a manifest."""
+        replacement = Replacement(path)
+        self._written.append(replacement)
+        with writing(path):
+            write(replacement.folder)
+            write_save_id(replacement.folder, self.id)
+            write_manifest(replacement.folder)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        try:
+            if kind is None:
+                for replacement in self._written:  # before the first is moved, since it may take long
+                    replacement.flush()
+                while self._written:
+                    self._written[0].commit()
+                    del self._written[0]
+        finally:
+            for replacement in self._written:
+                replacement.abandon()
+
+
 def write_from_rank_0(
-    path: str | Path, rank: int, tensors: Iterator[object], write: Callable[[Path], None], *, save: str | None
+    path: str | Path, rank: int, tensors: Iterator[object], write: Callable[[Path], None], *, save: PendingSave | None
 ) -> None:
-    """Fill the directory `path` by `write(folder)` on rank 0, atomically; with the id `save`, add it and a manifest.
+    """Fill the directory `path` by `write(folder)` on rank 0, atomically, at once or as a part of `save`.
 
     `tensors`, which `write` reads, is exhausted on every rank, even on failure: reading it is a collective.
     """
     with exhausting(tensors):
-        if rank == 0:
+        if rank == 0 and save is not None:
+            save.add(path, write)
+        elif rank == 0:
             with replacing_directory(path) as folder:
                 write(folder)
-                if save:
-                    write_save_id(folder, save)
-                    write_manifest(folder)
 
 
 def write_config(folder: Path, policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> None:
