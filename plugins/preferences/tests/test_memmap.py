@@ -254,7 +254,7 @@ def test_saved_data_is_mapped_and_checked(tmp_path: Path) -> None:
 
 
 def test_a_mapping_outlives_the_folder_that_it_maps(tmp_path: Path) -> None:
-    """A new folder of another size takes the place of a mapped one: nothing of the mapping changes."""
+    """A new folder of another size replaces a mapped one, and nothing of the mapping changes."""
     old = rewards(3).save(tmp_path / "a")
     loaded = RewardData.load(tmp_path / "a")
     assert rewards(1).save(tmp_path / "a").input_ids.tolist() == [[0, 1, 2, 3]]

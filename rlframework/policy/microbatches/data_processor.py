@@ -33,7 +33,6 @@ from rlframework.policy.microbatches.shapes import NO_PADDING, Padding
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from rlframework.batch.batched_data_dict import BatchedDataDict
     from rlframework.interfaces.loss import LossFunction
 
 

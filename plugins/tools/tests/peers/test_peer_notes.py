@@ -78,7 +78,7 @@ BATCHES = "TRL's batches are"
         pytest.param(
             ["grpo={normalize_rewards: true, use_leave_one_out_baseline: false}"], PRESET, id="another baseline"
         ),
-        pytest.param(["algorithm.adv_estimator=grpo"], PRESET, id="told of the value"),
+        pytest.param(["algorithm.adv_estimator=grpo"], PRESET, id="a hint for the value"),
         pytest.param(["policy.nothing=1"], PRESET, id="no other framework"),
         pytest.param(["per_device_train_batch_size=2"], BATCHES, id="a part of a group"),
         pytest.param(["per_device_train_batch_size=8", "generation_batch_size=64"], BATCHES, id="of all devices"),
